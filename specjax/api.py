@@ -1,0 +1,261 @@
+"""The public functions. Each is thin: the work is in the module it calls."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from specjax import checkpoints, config, registry
+from specjax import generate as _generate
+from specjax.identity import Report
+from specjax.conversation import Conversation
+from specjax.core import round as _round
+from specjax.core.loop import host_state, prefill_rows
+from specjax.core.platform import backend, default_dtype
+from specjax.estimate import Explanation
+from specjax.progress import line
+from specjax.results import Piece, Result
+from specjax.types import Params, Proposal, State, Verdict
+
+
+def load(
+    target: str | Path,
+    drafter: str | ModuleType | None = None,
+    *,
+    dtype: Any = "auto",
+    speculative_config: Any = None,
+    verbose: bool | None = None,
+) -> Params:
+    """Target and drafter as one pytree.
+
+    Args:
+        target: short name (``"smollm2-135m"``, ``"tiny"``), Hugging Face id, local folder (safetensors),
+            ``.gguf`` file, or a folder written by :func:`save`.
+        drafter: method name (``"ngram"``), a drafter module of your own, or None for plain decoding.
+        dtype: of weights, activations and caches. ``"auto"``: float32 on CPU, bfloat16 on GPU (for a
+            folder written by :func:`save`: as saved).
+        speculative_config: vLLM's JSON as dict, text or file, instead of or beside ``drafter``.
+        verbose: progress: None = only on a terminal, False = never, True = always.
+
+    Raises:
+        ValueError: unknown name or format, unsupported setting, missing or misshapen tensor.
+        FileNotFoundError: a file is not there; the message says how to get it.
+    """
+    with line(verbose) as say:
+        say(f"loading {target}")
+        choice = _drafting(drafter, speculative_config)
+        if str(target) == "tiny":
+            params = _tiny(_dtype(dtype, "float32"))
+        else:
+            source = checkpoints.hub.resolve(target)
+            if source.kind == "orbax":
+                params = checkpoints.orbax.load(source.path)
+                params = params if dtype == "auto" else cast(params, dtype)
+            else:
+                params = _from_checkpoint(source, _dtype(dtype, None), say)
+    return params if choice is None else _attach(params, *choice)
+
+
+def _dtype(dtype: Any, auto: str | None) -> Any:
+    if isinstance(dtype, str) and dtype == "auto":
+        return jnp.dtype(auto) if auto else default_dtype().dtype
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise ValueError(f"dtype must be 'auto' or a floating type name, got {dtype!r}") from None
+    if not jnp.issubdtype(found, jnp.floating) or found.itemsize not in (2, 4):
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {found}")
+    return found
+
+
+def _from_checkpoint(source, dtype, say) -> Params:
+    progress = lambda done, total, name: say(f"loading {source.name}: {done}/{total} {name}")  # noqa: E731
+    loaded = checkpoints.load_target(source, dtype, progress)
+    meta = config.Meta(
+        family=loaded.family,
+        target_cfg=loaded.cfg,
+        tokenizer_id=loaded.tokenizer_id,
+        chat_template=loaded.chat_template,
+        eos_ids=tuple(loaded.eos_ids),
+        generation=tuple(sorted((k, v) for k, v in loaded.generation.items() if _plain_value(v))),
+        name=source.name,
+    )
+    return Params(loaded.weights, None, meta)
+
+
+def _plain_value(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
+def _tiny(dtype) -> Params:
+    from specjax import testing
+
+    return cast(testing.tiny_params(), dtype)
+
+
+def _drafting(drafter: Any, speculative_config: Any) -> tuple[str, dict[str, Any] | None] | None:
+    """(name, config keys or None for our defaults) of the drafter asked for."""
+    name = drafter.__name__ if isinstance(drafter, ModuleType) else drafter
+    if speculative_config is None:
+        if name is not None:
+            _known(name)
+        return None if name is None else (name, None)
+    given = config.as_config_dict(speculative_config)
+    method = given.pop("method", None) or name
+    if method is None:
+        raise ValueError("speculative_config names no method; add 'method', for example 'ngram'")
+    if name is not None and name != method:
+        raise ValueError(f"drafter={name!r} and speculative_config's method {method!r} disagree")
+    _known(method)
+    return method, given
+
+
+def _known(name: str) -> None:
+    if not isinstance(name, str):
+        raise ValueError(f"drafter must be a method name or a module, got {type(name).__name__}")
+    registry.drafter(name)
+
+
+def _attach(params: Params, name: str, keys: dict[str, Any] | None) -> Params:
+    module = registry.drafter(name)
+    if keys is None:
+        cfg = module.default(backend())
+    else:
+        cfg = module.config(keys, params.meta.target_cfg)
+    return params.replace(meta=dataclasses.replace(params.meta, drafter=name, drafter_cfg=cfg))
+
+
+def decode(params: Params, prompt: Any, **options: Any) -> Result:
+    """Generate text; speculative when ``params`` have a drafter. The output is the target's own.
+
+    Args:
+        params: from :func:`load`.
+        prompt: a string (one user turn through the chat template), chat messages (list of dicts with
+            role and content), token ids, or a list of any of these (decoded as a ragged batch).
+        max_new_tokens: budget per prompt, or one per prompt. Default 256, less near the end of the context.
+        k: drafts per round; default the drafter's own.
+        temperature: 0 (greedy) unless given; ``"model"`` takes the file's generation defaults.
+        top_k, top_p, min_p: filters, applied in this order after the temperature; 0, 1, 0 = off.
+        repetition_penalty: > 1 divides (multiplies) positive (negative) logits of tokens seen in prompt or output.
+        presence_penalty, frequency_penalty: subtracted once per token seen, or times its count, in the output.
+        logit_bias: token id -> value added to its logit.
+        seed: 0 unless given; the sample depends on it, the row's own text and nothing else.
+        n: samples per prompt. stop: ids and strings; the text ends before them. ignore_eos: only ``stop`` ends.
+        rule: "match" (ids equal plain decoding's with the same seed), "reject" (same distribution), "auto".
+        rows: rows decoded at once (default at most 8); further prompts enter rows as they fall free.
+        max_len: token buffer, to share compiled programs between calls of different lengths.
+        logprobs: also return the target's raw log-softmax of each token.
+        loop: "device" (chunks of rounds in one program) or "host" (one round per call); same tokens.
+        chat_template: False = raw text, a string = another template. chat_template_kwargs: its variables.
+        prefill_chunk, rounds: prompt tokens per prefill pass, rounds per device call (at most 16).
+        verbose: progress: None = only on a terminal, False = never, True = always.
+
+        Sampling options, ``seed`` and ``max_new_tokens`` also take a list with one value per prompt.
+
+    Returns:
+        :class:`specjax.results.Result`: text, tokens, finish_reason, logprobs, stats; lists for a list.
+
+    Raises:
+        ValueError: anything wrong with the request, before compiling.
+        FloatingPointError: the target's logits are not finite.
+    """
+    return _generate.decode(params, prompt, **options)
+
+
+def stream(params: Params, prompt: Any, **options: Any) -> Iterator[Piece]:
+    """Like :func:`decode`, yielding a :class:`specjax.results.Piece` per round (``rounds`` per piece)."""
+    return _generate.stream(params, prompt, **options)
+
+
+def chat(params: Params, system: str | None = None, **options: Any) -> Conversation:
+    """A conversation that keeps its state between turns; ``options`` are those of :func:`decode`."""
+    return Conversation(params, system, **options)
+
+
+def audit(params: Params, prompts: Any, **options: Any) -> Report:
+    """Decode plainly and speculatively: identical? Else the first divergence and its float32 logit gap."""
+    from specjax import identity as module
+
+    return module.audit(params, prompts, **options)
+
+
+def explain(params: Params, prompt: Any, **options: Any) -> Explanation:
+    """What a call would compile and allocate; runs nothing."""
+    from specjax import estimate as module
+
+    return module.explain(params, prompt, **options)
+
+
+def save(params: Params, folder: str | Path) -> None:
+    """Write everything to one folder (orbax arrays + JSON); :func:`load` reads it back, fastest of all."""
+    checkpoints.orbax.save(params, folder)
+
+
+def cast(params: Params, dtype: Any) -> Params:
+    """Floating leaves in another dtype; integer tables are left alone."""
+    dtype = _dtype(dtype, None)
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+
+
+def start(params: Params, prompt: Any, *, seed: int | None = None, **options: Any) -> State:
+    """Prefilled :class:`~specjax.types.State` for :func:`draft_step` and :func:`verify_step`.
+
+    Options as in :func:`decode`. Sampling needs an explicit ``seed``: there is no hidden key.
+    """
+    call = _generate.plan(params, prompt, seed=0 if seed is None else seed, **options)
+    if seed is None and "temperature" in call.program.flags:
+        raise ValueError("sampling needs a key: pass seed=")
+    program = dataclasses.replace(call.program, rows=len(call.jobs))
+    call.program = program
+    engine = call.engines()[0]
+    return prefill_rows(engine, host_state(program, list(call.jobs)), call.drive.prefill_chunk)[0]
+
+
+def draft_step(
+    params: Params, state: State, key: Array | None = None, *, k: int | None = None
+) -> tuple[Proposal, State]:
+    """First half of a round, pure: ask the drafter for up to ``k`` tokens per row. Never donates.
+
+    ``key`` replaces the rows' own keys. Raises ValueError when sampling without any key.
+    """
+    meta = params.meta
+    width = 0 if meta.drafter is None else config.positive("k", meta.drafter_cfg.k if k is None else k)
+    return _round.draft(meta.pair, (params.target, params.drafter), _keyed(state, key), width)
+
+
+def verify_step(
+    params: Params,
+    state: State,
+    proposal: Proposal,
+    key: Array | None = None,
+    *,
+    rule: str = "auto",
+    logprobs: bool = False,
+) -> tuple[State, Verdict]:
+    """Second half of a round, pure: check a proposal in one target pass, commit what is kept.
+
+    The proposal may be no wider than the ``k`` the state was started with. Raises ValueError when
+    sampling without any key.
+    """
+    if rule not in ("auto", "match", "reject"):
+        raise ValueError(f"rule must be 'auto', 'match' or 'reject', got {rule!r}")
+    weights, chosen = (params.target, params.drafter), None if rule == "auto" else rule
+    state, verdict, _ = _round.verify(
+        params.meta.pair, weights, _keyed(state, key), proposal, chosen, logprobs
+    )
+    return state, verdict if logprobs else verdict.replace(logprobs=None)
+
+
+def _keyed(state: State, key: Array | None) -> State:
+    if key is not None:
+        rows = jnp.arange(state.length.shape[0])
+        data = jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, rows))
+        return state.replace(key_data=data)
+    if not state.sampling.greedy and state.key_data is None:
+        raise ValueError("sampling needs a key: pass key=, or start the state with seed=")
+    return state

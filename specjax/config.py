@@ -1,0 +1,219 @@
+"""Frozen settings and their validation. Everything here runs on the host, before anything compiles."""
+
+import dataclasses
+import json
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specjax import registry
+from specjax.types import Pair, Rule
+
+TOKEN_BUCKET_LIMIT = 1024  # token buffers: powers of two up to here, multiples above
+TOKEN_BUCKET_MIN = 64
+STOP_BUCKET = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Meta:
+    """Static half of :class:`specjax.Params`: names, configs and text-side facts (no arrays)."""
+
+    family: str
+    target_cfg: Any
+    drafter: str | None = None
+    drafter_cfg: Any = None
+    tokenizer_id: str = ""
+    chat_template: str | None = None
+    eos_ids: tuple[int, ...] = ()
+    generation: tuple[tuple[str, Any], ...] = ()  # the file's generation defaults, sorted
+    name: str = ""
+
+    @property
+    def pair(self) -> Pair:
+        """Static description that compiled programs depend on."""
+        return Pair(self.family, self.target_cfg, self.drafter, self.drafter_cfg)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dict for ``json``; :meth:`from_json` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Meta":
+        """Rebuild from :meth:`to_json`'s dict; lists become tuples, config classes come from the registry."""
+        data = dict(data)
+        data["target_cfg"] = from_dict(registry.target(data["family"]).Config, data["target_cfg"])
+        if data.get("drafter"):
+            cls_cfg = registry.drafter(data["drafter"]).Config
+            data["drafter_cfg"] = from_dict(cls_cfg, data["drafter_cfg"])
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ValueError(f"saved meta has fields this version does not know: {unknown}")
+        return cls(**{k: v if k.endswith("_cfg") else _tuples(v) for k, v in data.items()})
+
+
+def from_dict(cls: type, data: Mapping[str, Any]) -> Any:
+    """Frozen dataclass from a JSON dict, nested dataclasses included, lists as tuples."""
+    hints = typing.get_type_hints(cls)
+    out = {}
+    for field in dataclasses.fields(cls):
+        if field.name not in data:
+            continue
+        value, kinds = data[field.name], (hints[field.name], *typing.get_args(hints[field.name]))
+        nested = next((k for k in kinds if dataclasses.is_dataclass(k)), None)
+        out[field.name] = from_dict(nested, value) if nested and isinstance(value, Mapping) else _tuples(value)
+    unknown = sorted(set(data) - {f.name for f in dataclasses.fields(cls)})
+    if unknown:
+        raise ValueError(f"{cls.__module__}.{cls.__name__} has no field(s) {unknown}")
+    return cls(**out)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Everything that selects compiled code. A value not in here never recompiles.
+
+    ``rows`` B, ``tokens`` T (buffer length), ``k`` drafts per round, ``rounds`` R (size of the record of
+    one chunk), ``flags`` which sampling options exist, ``n_stop`` width of the stop id table.
+    """
+
+    pair: Pair
+    rows: int
+    tokens: int
+    k: int
+    rounds: int
+    rule: Rule | None
+    logprobs: bool
+    flags: tuple[str, ...]
+    n_stop: int
+    dtype: str
+
+    @property
+    def q_max(self) -> int:
+        """Widest verified block."""
+        return self.k + 1
+
+    @property
+    def slots(self) -> int:
+        """Cache slots S: a verified block may begin at the last token."""
+        return self.tokens + self.q_max
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Draft widths compiled beside ``k``: narrow rounds must not pay for wide ones."""
+        if self.pair.drafter is None or not registry.drafter(self.pair.drafter).VARIABLE:
+            return ()
+        return tuple(w for w in (0, 1, 3, 7, 15) if w < self.k)
+
+
+def token_bucket(n: int) -> int:
+    """Token buffer length for ``n`` tokens: few distinct sizes, so few compilations."""
+    size = TOKEN_BUCKET_MIN
+    while size < n and size < TOKEN_BUCKET_LIMIT:
+        size *= 2
+    return size if size >= n else -(-n // TOKEN_BUCKET_LIMIT) * TOKEN_BUCKET_LIMIT
+
+
+def prefill_bucket(n: int, chunk: int) -> int:
+    """Prefill width for a prompt of ``n`` tokens, at most ``chunk``."""
+    size = 16
+    while size < n and size < chunk:
+        size *= 2
+    return min(size, chunk)
+
+
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of one request, validated. See :func:`specjax.decode` for their meaning."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        _integer("max_new_tokens", self.max_new_tokens, 0)
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _integer("top_k", self.top_k, 0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -math.inf, math.inf)
+        _number("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
+        _integer("seed", self.seed, 0)
+
+    def flags(self) -> set[str]:
+        """Sampling options that are in use (these are static; their values are not)."""
+        on = {k for k, off in (FILTERS | PENALTIES).items() if getattr(self, k) != off}
+        if self.temperature == 0:  # filters keep the largest logit, so greedy rows do not need them
+            on -= set(FILTERS)
+        else:
+            on.add("temperature")
+        if self.logit_bias:
+            on.add("logit_bias")
+        return on
+
+
+def _integer(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if value < low:
+        raise ValueError(f"{name} must be at least {low}, got {value}")
+
+
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if value < low or value > high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise ValueError(f"{name} must be in {bracket}{low}, {high}], got {value}")
+
+
+def positive(name: str, value: Any) -> int:
+    """A whole number of at least one, or ValueError."""
+    _integer(name, value, 1)
+    return value
+
+
+def as_config_dict(value: Any) -> dict[str, Any]:
+    """A speculative config given as dict, JSON text or path of a JSON file."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    text = str(value)
+    if not text.lstrip().startswith("{"):
+        try:
+            text = open(text, encoding="utf-8").read()
+        except OSError as error:
+            raise ValueError(f"speculative_config is neither a JSON object nor a readable file: {error}") from None
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"speculative_config is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"speculative_config must be a JSON object, got {type(data).__name__}")
+    return data
+
+
+def per_request(name: str, value: Any, n: int) -> list[Any]:
+    """One value per request: a scalar is repeated, a sequence must have ``n`` entries."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != n:
+            raise ValueError(f"{name} has {len(value)} values for {n} prompt(s); give one value or one per prompt")
+        return list(value)
+    return [value] * n

@@ -1,0 +1,132 @@
+"""Key/value caches whose rollback is bookkeeping: shapes never depend on what was accepted.
+
+Layout ``[B G S C]`` everywhere. A cache is written at positions; which entries are *visible* follows
+from the position mask alone, so rejecting a draft costs nothing.
+
+Every cache kind offers, as a method or through its family module,
+
+``extend(k, v, pos, valid, mode)`` -> ``(keys, values, key_pos, cache)``: what the block attends to (the
+past and the block itself), the position of each key (negative = invisible), and the cache with the block
+written. ``commit(emitted)``: keep the first ``emitted`` positions of the last verified block.
+``min_resume(high_water)``: the earliest length the cache can be cut back to, on the host.
+
+A recurrent state (gated delta rule, state-space layers) fits the same contract as a struct of the
+committed state, a *tape* of the last block's inputs to the recurrence, always ``q_max`` wide, and
+``pending [B]``: every forward first replays ``pending`` rows of the tape (decay and write strength zero
+beyond them) and sets it to 0; ``commit(n)`` sets it to n, finished rows commit 0. It can be cut back only
+to where it stands.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from specjax.types import Mode
+
+
+@struct.dataclass
+class DenseKV:
+    """One slot per position. Slots beyond a row's committed length hold garbage nobody sees."""
+
+    k: Float[Array, "B G S C"]
+    v: Float[Array, "B G S C"]
+
+    @classmethod
+    def create(cls, rows: int, heads: int, slots: int, head_dim: int, dtype) -> "DenseKV":
+        shape = (rows, heads, slots, head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def extend(
+        self,
+        k: Float[Array, "B Q G C"],
+        v: Float[Array, "B Q G C"],
+        pos: Int[Array, "B Q"],
+        valid: Int[Array, " B"],
+        mode: Mode,
+    ):
+        """Write the block at its positions; attend to the whole buffer under the position mask."""
+        k = k.swapaxes(1, 2).astype(self.k.dtype)
+        v = v.swapaxes(1, 2).astype(self.v.dtype)
+        write = _write_verified if mode == "verify" else _write_valid
+        cache = DenseKV(write(self.k, k, pos[:, 0], valid), write(self.v, v, pos[:, 0], valid))
+        key_pos = jnp.broadcast_to(jnp.arange(self.k.shape[2], dtype=pos.dtype), (k.shape[0], self.k.shape[2]))
+        return cache.k, cache.v, key_pos, cache
+
+    def commit(self, emitted: Int[Array, " B"]) -> "DenseKV":
+        return self
+
+    @staticmethod
+    def min_resume(high_water: int) -> int:
+        return 1
+
+
+def _write_valid(buffer, block, start, valid):
+    """Gather form: rows at or beyond ``valid`` and positions outside the buffer are never written."""
+    offset = jnp.arange(buffer.shape[2]) - start[:, None]  # [B S]
+    inside = (offset >= 0) & (offset < valid[:, None])
+    index = jnp.clip(offset, 0, block.shape[2] - 1)[:, None, :, None]
+    return jnp.where(inside[:, None, :, None], jnp.take_along_axis(block, index, axis=2), buffer)
+
+
+def _write_verified(buffer, block, start, valid):
+    """A contiguous slice per row, in place inside a loop; slots = max_len + q_max keep it in bounds."""
+    del valid
+    if buffer.shape[0] == 1:
+        return jax.lax.dynamic_update_slice(buffer, block, (0, 0, start[0], 0))
+    return jax.vmap(lambda b, x, s: jax.lax.dynamic_update_slice(b, x, (0, s, 0)))(buffer, block, start)
+
+
+@struct.dataclass
+class RingKV:
+    """Sliding-window cache of ``window + q_max`` slots; the stored position of a slot is authoritative.
+
+    A rejected entry carries a position the next block begins at or before, and is masked by that. With
+    ``window + q_max`` slots a draft only ever overwrites positions no later query can see.
+    """
+
+    k: Float[Array, "B G S C"]
+    v: Float[Array, "B G S C"]
+    pos: Int[Array, "B S"]  # -1 = empty
+
+    @classmethod
+    def create(cls, rows: int, heads: int, window: int, q_max: int, head_dim: int, dtype) -> "RingKV":
+        shape = (rows, heads, window + q_max, head_dim)
+        empty = jnp.full((rows, window + q_max), -1, jnp.int32)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), empty)
+
+    def extend(
+        self,
+        k: Float[Array, "B Q G C"],
+        v: Float[Array, "B Q G C"],
+        pos: Int[Array, "B Q"],
+        valid: Int[Array, " B"],
+        mode: Mode,
+    ):
+        """Attend to the old ring and the block side by side, then write the block's last valid rows."""
+        del mode
+        k = k.swapaxes(1, 2).astype(self.k.dtype)
+        v = v.swapaxes(1, 2).astype(self.v.dtype)
+        stale = self.pos >= pos[:, :1]  # rejected entries about to be replaced by this block
+        in_block = jnp.arange(pos.shape[1]) < valid[:, None]
+        key_pos = jnp.concatenate([jnp.where(stale, -1, self.pos), jnp.where(in_block, pos, -1)], 1)
+        keys, values = jnp.concatenate([self.k, k], 2), jnp.concatenate([self.v, v], 2)
+        return keys, values, key_pos, self._write(k, v, pos[:, 0], valid)
+
+    def _write(self, k, v, start, valid):
+        slots = self.pos.shape[1]
+        first = (jnp.arange(slots) - start[:, None]) % slots  # smallest block row that maps to the slot
+        last = first + slots * ((valid[:, None] - 1 - first) // slots)
+        written = first < valid[:, None]
+        index = jnp.clip(last, 0, k.shape[2] - 1)
+        pick = lambda block, old: jnp.where(  # noqa: E731
+            written[:, None, :, None], jnp.take_along_axis(block, index[:, None, :, None], 2), old
+        )
+        pos = jnp.where(written, start[:, None] + last, self.pos).astype(self.pos.dtype)
+        return RingKV(pick(k, self.k), pick(v, self.v), pos)
+
+    def commit(self, emitted: Int[Array, " B"]) -> "RingKV":
+        return self
+
+    def min_resume(self, high_water: int, window: int) -> int:
+        return max(1, high_water - (self.pos.shape[1] - window))

@@ -1,0 +1,250 @@
+"""The driver: prefill, chunks of rounds, refill of finished rows. The host is in control between chunks.
+
+The host reads chunk i while chunk i+1 runs, one device-to-host read per chunk. Its decisions (a stop
+string, a refill) apply to the newest state; ``request_id`` in the record credits late chunks correctly.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.config import Options, Program, prefill_bucket
+from specjax.core.programs import Engine
+from specjax.types import NONFINITE, REASONS, RUNNING, Counts, Emit, Sampling, State
+
+EMPTY = -1  # request_id of a row that serves nobody
+STOP_STRING = "stop_string"
+
+
+@dataclasses.dataclass
+class Job:
+    """One request on the host: its prompt, its options, and what has come back so far."""
+
+    index: int
+    prompt: np.ndarray
+    options: Options
+    key: np.ndarray  # raw key data, uint32 [2]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    drafted: list[bool] = dataclasses.field(default_factory=list)
+    rounds: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # proposed, accepted, emitted
+    sources: list[int] = dataclasses.field(default_factory=list)
+    reason: str | None = None
+    began: float = 0.0  # times of the engines' clock, which stands still while compiling
+    first: float = 0.0  # first token
+    latest: float = 0.0  # last update
+    #: Asked after every update; a number of tokens to keep ends the request there (stop strings).
+    check: Callable[["Job"], int | None] | None = None
+
+    @property
+    def limit(self) -> int:
+        """Length at which the budget is spent."""
+        return len(self.prompt) + self.options.max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Driving:
+    """How the loop is driven (never what it computes)."""
+
+    loop: Literal["device", "host"] = "device"
+    rounds: int = 16  # rounds per chunk
+    prefill_chunk: int = 512
+
+
+def serve(
+    engine: Engine, one: Engine, jobs: list[Job], drive: Driving
+) -> Generator[Job, None, State | None]:
+    """Decode every job, yielding a job whenever it has new tokens or has ended.
+
+    ``engine`` runs ``program.rows`` rows; further jobs enter rows as they fall free (``one`` prefills
+    them alone). Jobs with a budget of 0 never reach the device. Returns the last state.
+    """
+    queue = collections.deque(jobs)
+    for job in [j for j in queue if j.options.max_new_tokens == 0]:
+        queue.remove(job)
+        job.reason = "length"
+        yield job
+    rows: list[Job | None] = [queue.popleft() if queue else None for _ in range(engine.program.rows)]
+    if not any(rows):
+        return None
+    for job in filter(None, rows):
+        job.began = clock(engine, one)
+    state, records = prefill_rows(engine, host_state(engine.program, rows), drive.prefill_chunk)
+    records = read(records)
+    yield from credit(records, rows, clock(engine, one))
+    return (yield from run_rounds(engine, one, state, rows, queue, drive))
+
+
+def run_rounds(
+    engine: Engine, one: Engine, state: State, rows, queue, drive: Driving
+) -> Generator[Job, None, State]:
+    """Chunks of rounds over a prefilled state until every row and the queue are finished."""
+    behind: list[Emit] = []
+    while True:
+        closed = [b for b, job in enumerate(rows) if job is None or job.reason]
+        state, refilled = _refill(engine, one, state, closed, rows, queue, drive)
+        if all(job is None or job.reason for job in rows):
+            return state
+        state, newest = _advance(engine, state, drive)
+        records = read(behind)
+        yield from credit(records, rows, clock(engine, one))
+        behind = [*refilled, *newest]
+        cut = np.array([bool(job and job.reason == STOP_STRING) for job in rows])
+        if cut.any():  # a stop string: the device does not know yet
+            state = engine.finish(state, cut)
+
+
+def _advance(engine: Engine, state: State, drive: Driving) -> tuple[State, list[Emit]]:
+    if drive.loop == "device":
+        state, emit = engine.chunk(state, min(drive.rounds, engine.program.rounds))
+        return state, [emit]
+    emits = []
+    for _ in range(drive.rounds):
+        state, emit = engine.round(state)
+        emits.append(emit)
+    return state, emits
+
+
+def _refill(engine: Engine, one: Engine, state: State, closed, rows, queue, drive: Driving):
+    records: list[Emit] = []
+    for b in closed:
+        if not queue:
+            rows[b] = None if rows[b] and rows[b].reason else rows[b]
+            continue
+        job = rows[b] = queue.popleft()
+        job.began = clock(engine, one)
+        single, emits = prefill_rows(one, host_state(one.program, [job]), drive.prefill_chunk)
+        state = engine.insert(state, b, single)
+        records += emits
+    return state, records
+
+
+def prefill_rows(
+    engine: Engine, host: State, chunk: int, start: int = 0, state: State | None = None
+) -> tuple[State, list[Emit]]:
+    """Prefill every row from position ``start``; ``state`` continues an existing one (conversations)."""
+    longest = int(np.max(host.prompt_len))
+    width = prefill_bucket(longest - start, chunk)
+    state = engine.init(host) if state is None else jax.device_put(state)
+    records = []
+    for at in range(start, longest, width):
+        begin = jnp.full((engine.program.rows,), at, jnp.int32)
+        state, emit = engine.prefill(state, begin, width)
+        records.append(emit)
+    return state, records
+
+
+def host_state(program: Program, rows: list[Job | None]) -> State:
+    """State of a batch as numpy arrays, caches left empty. None = a row that serves nobody."""
+    b, jobs = len(rows), [job or _idle() for job in rows]
+    tokens = np.zeros((b, program.tokens), np.int32)
+    stops = np.full((b, program.n_stop), -1, np.int32)
+    for i, job in enumerate(jobs):
+        tokens[i, : len(job.prompt)] = job.prompt
+        stops[i, : len(job.options.stop_ids)] = job.options.stop_ids
+    lengths = np.array([len(job.prompt) for job in jobs], np.int32)
+    sampling = host_sampling(program, [job.options for job in jobs])
+    return State(
+        tokens=tokens,
+        length=lengths,
+        prompt_len=lengths.copy(),
+        limit=np.array([job.limit for job in jobs], np.int32),
+        done=np.array([job is None for job in rows]),
+        reason=np.zeros(b, np.int32),
+        request_id=np.array([job.index for job in jobs], np.int32),
+        stop_ids=stops,
+        key_data=None if sampling.greedy else np.stack([job.key for job in jobs]),
+        sampling=sampling,
+        counts=_host_counts(program, jobs) if sampling.penalised else None,
+        target=(),
+        drafter=(),
+    )
+
+
+def _idle() -> Job:
+    return Job(EMPTY, np.zeros(1, np.int32), Options(max_new_tokens=1), np.zeros(2, np.uint32))
+
+
+def host_sampling(program: Program, options: list[Options]) -> Sampling:
+    """Per-row sampling arrays for exactly the options the program was built with."""
+    on = program.flags
+    column = lambda name, dtype=np.float32: np.array([getattr(o, name) for o in options], dtype)  # noqa: E731
+    return Sampling(
+        temperature=column("temperature") if "temperature" in on else None,
+        top_k=column("top_k", np.int32) if "top_k" in on else None,
+        top_p=column("top_p") if "top_p" in on else None,
+        min_p=column("min_p") if "min_p" in on else None,
+        repetition=column("repetition_penalty") if "repetition_penalty" in on else None,
+        presence=column("presence_penalty") if "presence_penalty" in on else None,
+        frequency=column("frequency_penalty") if "frequency_penalty" in on else None,
+        bias=_host_bias(program, options) if "logit_bias" in on else None,
+    )
+
+
+def _host_bias(program: Program, options: list[Options]) -> np.ndarray:
+    bias = np.zeros((len(options), program.pair.target_cfg.vocab_size), np.float32)
+    for row, option in zip(bias, options, strict=True):
+        for token, value in option.logit_bias:
+            row[token] = value
+    return bias
+
+
+def _host_counts(program: Program, jobs: list[Job]) -> Counts:
+    shape = (len(jobs), program.pair.target_cfg.vocab_size)
+    prompt = np.zeros(shape, bool)
+    for row, job in zip(prompt, jobs, strict=True):
+        row[job.prompt] = True
+    return Counts(prompt, np.zeros(shape, np.int32))
+
+
+def read(records: list[Emit]) -> list[Any]:
+    """The one device-to-host read of a chunk."""
+    return jax.device_get(records) if records else []
+
+
+def clock(engine: Engine, one: Engine) -> float:
+    """Seconds that do not pass while a program is being compiled."""
+    compiling = engine.compile_seconds + (one.compile_seconds if one is not engine else 0.0)
+    return time.perf_counter() - compiling
+
+
+def credit(records: list[Any], rows: list[Job | None], now: float) -> Iterator[Job]:
+    """Hand each row's tokens to the job that owned it; yields the jobs that changed."""
+    owners = {job.index: job for job in rows if job is not None}
+    changed: dict[int, Job] = {}
+    for emit in records:
+        for r in range(emit.emitted.shape[0]):
+            for b in np.flatnonzero((emit.emitted[r] > 0) | (emit.reason[r] == NONFINITE)):
+                job = owners.get(int(emit.request_id[r, b]))
+                if job is not None and job.reason is None:
+                    _take(job, emit, r, b, now)
+                    changed[job.index] = job
+    for job in changed.values():
+        keep = job.check(job) if job.check else None
+        if keep is not None:
+            job.reason = STOP_STRING
+            job.tokens[keep:] = []
+        yield job
+
+
+def _take(job: Job, emit, r: int, b: int, now: float) -> None:
+    job.latest = now
+    n, accepted = int(emit.emitted[r, b]), int(emit.accepted[r, b])
+    if emit.width[r] > 0:  # the prefill's token is no round
+        job.rounds.append((int(emit.proposed[r, b]), accepted, n))
+        job.sources.append(int(emit.source[r, b]))
+    else:
+        job.first = now
+    job.tokens += emit.tokens[r, b, :n].tolist()
+    job.drafted += [i < accepted for i in range(n)]
+    if emit.logprobs is not None:
+        job.logprobs += emit.logprobs[r, b, :n].tolist()
+    reason = int(emit.reason[r, b])
+    if reason != RUNNING:
+        job.reason = REASONS[reason]

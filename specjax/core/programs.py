@@ -1,0 +1,181 @@
+"""Compiled programs: what there is to compile, compiled ahead of time, kept per process.
+
+A program is selected by :class:`specjax.config.Program` and the shapes of the weights, by nothing else.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax import registry
+from specjax.config import Program
+from specjax.core import round as rnd
+from specjax.core.platform import compiler_options
+from specjax.types import Emit, State
+
+Notify = Callable[[str], None]
+
+
+@functools.lru_cache(maxsize=128)
+def _store(program: Program, signature: Any) -> dict[str, Any]:
+    """Compiled code of one program: a process cache of functions, never of arrays."""
+    del program, signature
+    return {}
+
+
+def compile_count() -> int:
+    """How many programs this process has compiled so far."""
+    return _Count.total
+
+
+class _Count:
+    total = 0
+
+
+def _signature(weights: Any) -> Any:
+    leaves, tree = jax.tree.flatten(weights)
+    return tree, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
+
+
+class Engine:
+    """Runs the programs of one :class:`Program` on one set of weights, compiling on first use.
+
+    ``compile_seconds`` is the time spent compiling through this engine; ``notify`` is told before.
+    """
+
+    def __init__(self, program: Program, weights: rnd.Weights, notify: Notify | None = None):
+        self.program, self.weights = program, weights
+        self.compile_seconds = 0.0
+        self._notify = notify
+        self._compiled = _store(program, _signature(weights))
+
+    def init(self, host: State) -> State:
+        """Device state from a host state whose cache fields are empty."""
+        return self._run("init", lambda h: fill_caches(self.program, h), (), host)
+
+    def prefill(self, state: State, start, width: int) -> tuple[State, Emit]:
+        """One prefill chunk of ``width`` positions per row; consumes ``state``."""
+        fn = functools.partial(_prefill, self.program, width)
+        return self._run(f"prefill {width}", fn, (1,), self.weights, state, start)
+
+    def chunk(self, state: State, rounds: int) -> tuple[State, Emit]:
+        """Up to ``rounds`` rounds in one device loop; consumes ``state``."""
+        fn = functools.partial(_chunk, self.program)
+        return self._run("decode", fn, (1,), self.weights, state, jnp.int32(rounds))
+
+    def round(self, state: State) -> tuple[State, Emit]:
+        """One round (the host loop's step); consumes ``state``."""
+        fn = functools.partial(_single, self.program)
+        return self._run("round", fn, (1,), self.weights, state)
+
+    def finish(self, state: State, rows) -> State:
+        """Mark rows as done; consumes ``state``."""
+        return self._run("finish", rnd.finish, (0,), state, jnp.asarray(rows))
+
+    def insert(self, state: State, row: int, one: State) -> State:
+        """Put a single-row state into row ``row``; consumes ``state``."""
+        return self._run("insert", rnd.insert, (0,), state, jnp.int32(row), one)
+
+    def _run(self, name: str, fn, donate: tuple[int, ...], *args):
+        compiled = self._compiled.get(name)
+        if compiled is None:
+            compiled = self._compiled[name] = self._compile(name, fn, donate, args)
+        return compiled(*args)
+
+    def _compile(self, name: str, fn, donate, args):
+        if self._notify:
+            p = self.program
+            self._notify(f"compiling {name} (rows {p.rows}, tokens {p.tokens}, k {p.k})")
+        began = time.perf_counter()
+        jitted = jax.jit(fn, donate_argnums=donate)
+        compiled = jitted.lower(*args).compile(compiler_options=compiler_options() or None)
+        self.compile_seconds += time.perf_counter() - began
+        _Count.total += 1
+        return compiled
+
+
+def fill_caches(program: Program, host: State) -> State:
+    """Add empty target cache and drafter state."""
+    pair, dtype = program.pair, jnp.dtype(program.dtype)
+    shape = (program.rows, program.slots, program.q_max, dtype)
+    target = registry.target(pair.family).init_cache(pair.target_cfg, *shape)
+    drafter: Any = ()
+    if pair.drafter is not None:
+        drafter = registry.drafter(pair.drafter).init_state(pair.drafter_cfg, *shape)
+    return host.replace(target=target, drafter=drafter)
+
+
+def _prefill(program: Program, width: int, weights, state: State, start):
+    state, verdict = rnd.prefill(
+        program.pair, weights, state, start, width, program.rule or "match", program.logprobs
+    )
+    emit = _empty_emit(program, 1)
+    return state, _record(emit, 0, state, None, verdict, jnp.int32(0), program.logprobs)
+
+
+def _round(program: Program, weights, state: State, emit: Emit, index):
+    proposal, state = rnd.draft(program.pair, weights, state, program.k)
+    state, verdict, width = rnd.verify(
+        program.pair, weights, state, proposal, program.rule, program.logprobs, program.widths
+    )
+    return state, _record(emit, index, state, proposal, verdict, width, program.logprobs)
+
+
+def _single(program: Program, weights, state: State):
+    return _round(program, weights, state, _empty_emit(program, 1), 0)
+
+
+def _chunk(program: Program, weights, state: State, rounds):
+    def unfinished(carry):
+        i, state, _ = carry
+        return (i < rounds) & ~jnp.all(state.done)
+
+    def body(carry):
+        i, state, emit = carry
+        state, emit = _round(program, weights, state, emit, i)
+        return i + 1, state, emit
+
+    start = (jnp.int32(0), state, _empty_emit(program, program.rounds))
+    return jax.lax.while_loop(unfinished, body, start)[1:]
+
+
+def _empty_emit(program: Program, rounds: int) -> Emit:
+    b, q = program.rows, program.q_max
+    # distinct zeros: a buffer shared by two loop carries could not be donated
+    per_row = [jnp.zeros((rounds, b), jnp.int32) for _ in range(6)]
+    scores = jnp.zeros((rounds, b, q), jnp.float32) if program.logprobs else None
+    return Emit(
+        jnp.zeros((rounds, b, q), jnp.int32), *per_row, jnp.zeros((rounds,), jnp.int32), scores
+    )
+
+
+def _record(emit: Emit, i, state: State, proposal, verdict, width, logprobs: bool) -> Emit:
+    zero = jnp.zeros_like(verdict.emitted)
+    proposed = source = zero
+    if proposal is not None:
+        before = state.length - verdict.emitted
+        room = jnp.maximum(state.limit - before - 1, 0)
+        proposed = jnp.where(verdict.emitted > 0, jnp.minimum(proposal.count, room), 0)
+        source = zero if proposal.source is None else proposal.source
+    row = dataclasses.replace(
+        emit,
+        tokens=_widen(verdict.out_tokens, emit.tokens),
+        emitted=verdict.emitted,
+        accepted=jnp.where(verdict.emitted > 0, verdict.accepted, 0),
+        proposed=proposed,
+        source=source,
+        reason=jnp.where(state.done, state.reason, 0),
+        request_id=state.request_id,
+        width=width,
+        logprobs=_widen(verdict.logprobs, emit.logprobs) if logprobs else None,
+    )
+    return jax.tree.map(lambda whole, part: whole.at[i].set(part.astype(whole.dtype)), emit, row)
+
+
+def _widen(x, like):
+    return jnp.pad(x, ((0, 0), (0, like.shape[-1] - x.shape[-1])))

@@ -1,0 +1,215 @@
+"""One round: draft, verify, accept, commit. Pure functions of (weights, state); nothing here knows a
+family or a drafter by name.
+
+Invariants (the tests assert each):
+
+I1 ``tokens[b, :length[b]]`` is committed; the anchor's keys and values are not in the cache yet.
+I2 cache slots at or beyond ``length - 1`` are garbage and invisible; a rejection moves ``length`` only.
+I3 the drafter has absorbed exactly the positions before the anchor.
+I4 a finished row emits 0 and none of its visible fields change.
+I5 a live row emits between 1 and count + 1 tokens (unless its logits are not finite: then it ends).
+I6 a row's output depends neither on its neighbours nor on B.
+I7 ``emitted`` alone drives the token write, cache commit, absorb's keep, penalty counts and length.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from specjax import registry
+from specjax.core import sampling as smp
+from specjax.core.accept import accept
+from specjax.types import (
+    LENGTH,
+    RUNNING,
+    AbsorbIn,
+    Ctx,
+    Pair,
+    Proposal,
+    Rule,
+    State,
+    TapSpec,
+    Verdict,
+)
+
+Weights = tuple[Any, Any]  # (target weights, drafter weights or None)
+
+
+def draft(pair: Pair, weights: Weights, state: State, k: int) -> tuple[Proposal, State]:
+    """Ask the drafter for up to ``k`` tokens per row; without a drafter the proposal is empty."""
+    rows = state.length.shape[0]
+    if pair.drafter is None or k == 0:
+        none = jnp.zeros((rows, 0), jnp.int32)
+        return Proposal(none, jnp.zeros((rows,), jnp.int32)), state
+    target, drafter = registry.target(pair.family), registry.drafter(pair.drafter)
+    ctx = Ctx(
+        tokens=state.tokens,
+        length=state.length,
+        anchor=jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0],
+        live=~state.done,
+        temperature=state.sampling.temperature,
+        kv_view=functools.partial(target.kv_view, weights[0], pair.target_cfg, state.target),
+    )
+    proposal, dstate = drafter.draft(
+        weights[1],
+        target.shared(weights[0], pair.target_cfg),
+        pair.drafter_cfg,
+        k,
+        state.drafter,
+        ctx,
+        None if state.sampling.greedy else _draft_keys(state),
+    )
+    return proposal, state.replace(drafter=dstate)
+
+
+def _draft_keys(state: State) -> Array:
+    """One key per row for this round's draft noise, apart from the noise that verifies."""
+    keys = smp.round_keys(smp.row_keys(state.key_data), state.length)
+    return smp.position_keys(keys, smp.DRAFT, state.length[:, None])[:, 0]
+
+
+def verify(
+    pair: Pair,
+    weights: Weights,
+    state: State,
+    proposal: Proposal,
+    rule: Rule | None = None,
+    logprobs: bool = False,
+    widths: tuple[int, ...] = (),
+) -> tuple[State, Verdict, Int[Array, ""]]:
+    """Check a proposal in one forward pass and commit what is kept.
+
+    ``widths``: other numbers of drafts to compile for; the narrowest that holds every row's count runs.
+    Returns the new state, the verdict, and how many positions per row the target ran over.
+    """
+    k = proposal.tokens.shape[1]
+    rule = rule or natural_rule(proposal)
+    count = jnp.where(state.done, 0, jnp.minimum(proposal.count, state.limit - state.length - 1))
+    sizes = sorted({w for w in widths if w < k} | {k})
+    branches = [functools.partial(_verify_width, pair, w, k, rule, logprobs) for w in sizes]
+    index = jnp.sum(jnp.max(count) > jnp.asarray(sizes[:-1], jnp.int32), dtype=jnp.int32)
+    if len(branches) == 1:
+        state, verdict = branches[0](weights, state, proposal, count)
+    else:
+        state, verdict = jax.lax.switch(index, branches, weights, state, proposal, count)
+    return state, verdict, jnp.asarray(sizes, jnp.int32)[index] + 1
+
+
+def natural_rule(proposal: Proposal) -> Rule:
+    """``reject`` when the drafter says what it drew from, ``match`` otherwise."""
+    return "match" if proposal.q is None else "reject"
+
+
+def _verify_width(pair: Pair, width: int, k: int, rule, logprobs, weights, state: State, proposal, count):
+    proposal = _truncate(proposal, width)
+    target, cfg = registry.target(pair.family), pair.target_cfg
+    anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)
+    block = jnp.concatenate([anchor, proposal.tokens], 1)
+    pos = state.length[:, None] - 1 + jnp.arange(width + 1)
+    valid = jnp.full(state.length.shape, width + 1, jnp.int32)
+    out = target.forward(weights[0], cfg, block, pos, valid, state.target, needs(pair), "verify")
+    verdict = accept(
+        out.hidden,
+        functools.partial(target.unembed, weights[0], cfg),
+        proposal,
+        count,
+        ~state.done,
+        state,
+        rule,
+        logprobs,
+    )
+    cache = target.commit(cfg, out.cache, verdict.emitted)
+    state = commit(state.replace(target=cache), verdict)
+    state = _absorb(pair, weights, state, block, verdict.out_tokens, pos, verdict.emitted, out)
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, k - width)))  # noqa: E731
+    return state, verdict.replace(out_tokens=pad(verdict.out_tokens), logprobs=pad(verdict.logprobs))
+
+
+def _truncate(proposal: Proposal, width: int) -> Proposal:
+    cut = lambda x: None if x is None else x[:, :width]  # noqa: E731
+    return proposal.replace(
+        tokens=cut(proposal.tokens), q=cut(proposal.q), confidence=cut(proposal.confidence)
+    )
+
+
+def commit(state: State, verdict: Verdict) -> State:
+    """Write the emitted tokens and everything that follows from their number."""
+    q = verdict.out_tokens.shape[1]
+    offset = jnp.arange(state.tokens.shape[1]) - state.length[:, None]
+    fresh = (offset >= 0) & (offset < verdict.emitted[:, None])
+    written = jnp.take_along_axis(verdict.out_tokens, jnp.clip(offset, 0, q - 1), 1)
+    counts = state.counts
+    if counts is not None:
+        counts = smp.count_tokens(counts, verdict.out_tokens, verdict.emitted)
+    return state.replace(
+        tokens=jnp.where(fresh, written, state.tokens),
+        length=state.length + verdict.emitted,
+        done=state.done | (verdict.reason != RUNNING),
+        reason=jnp.where(state.done, state.reason, verdict.reason),
+        counts=counts,
+    )
+
+
+def needs(pair: Pair) -> TapSpec:
+    """What the drafter asks of the target's forward pass."""
+    if pair.drafter is None:
+        return TapSpec()
+    return registry.drafter(pair.drafter).NEEDS(pair.drafter_cfg)
+
+
+def _absorb(pair: Pair, weights, state: State, tokens, next_tokens, pos, keep, out) -> State:
+    if pair.drafter is None:
+        return state
+    block = AbsorbIn(tokens, next_tokens, pos, keep, out.hidden if needs(pair).hidden else None, out.taps)
+    shared = registry.target(pair.family).shared(weights[0], pair.target_cfg)
+    dstate = registry.drafter(pair.drafter).absorb(
+        weights[1], shared, pair.drafter_cfg, state.drafter, block
+    )
+    return state.replace(drafter=dstate)
+
+
+def prefill(
+    pair: Pair,
+    weights: Weights,
+    state: State,
+    start: Int[Array, " B"],
+    width: int,
+    rule: Rule = "match",
+    logprobs: bool = False,
+) -> tuple[State, Verdict]:
+    """Feed ``width`` prompt positions per row from ``start`` on; rows that reach their prompt's end draw
+    their first token (the same acceptance with nothing drafted) in the same pass.
+
+    Positions at or beyond a row's prompt are padding. Rows whose prompt ended earlier are left alone.
+    """
+    target, cfg = registry.target(pair.family), pair.target_cfg
+    pos = start[:, None] + jnp.arange(width)
+    last = state.tokens.shape[1] - 1
+    block = jnp.take_along_axis(state.tokens, jnp.minimum(pos, last), 1)
+    feeding = ~state.done & (start < state.prompt_len)
+    valid = jnp.where(feeding, jnp.clip(state.prompt_len - start, 0, width), 0)
+    out = target.forward(weights[0], cfg, block, pos, valid, state.target, needs(pair), "extend")
+    ends = feeding & (start + width >= state.prompt_len)
+    hidden = jnp.take_along_axis(out.hidden, jnp.maximum(valid - 1, 0)[:, None, None], 1)
+    empty = Proposal(block[:, :0], jnp.zeros_like(valid))
+    unembed = functools.partial(target.unembed, weights[0], cfg)
+    verdict = accept(hidden, unembed, empty, empty.count, ends, state, rule, logprobs)
+    state = commit(state.replace(target=out.cache), verdict)
+    following = jnp.take_along_axis(state.tokens, jnp.minimum(pos + 1, last), 1)
+    return _absorb(pair, weights, state, block, following, pos, valid, out), verdict
+
+
+def finish(state: State, rows: Array) -> State:
+    """Mark rows as done from the host (a stop string, a cancelled request)."""
+    return state.replace(
+        done=state.done | rows, reason=jnp.where(rows & ~state.done, LENGTH, state.reason)
+    )
+
+
+def insert(state: State, row: Int[Array, ""], one: State) -> State:
+    """Overwrite one row of every leaf with the single row of ``one``."""
+    put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)  # noqa: E731
+    return jax.tree.map(put, state, one)

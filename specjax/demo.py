@@ -1,0 +1,111 @@
+"""``specjax demo``: the same two questions with and without drafting, answers side by side."""
+
+import dataclasses
+import sys
+import time
+from typing import Any
+
+import specjax
+from specjax import progress
+
+MODEL = "smollm2-135m"
+
+MATHS = (
+    "A baker fills 7 trays with 12 rolls each. She sells 59 rolls before noon and the rest after lunch for "
+    "2 dollars each. How much does she earn after lunch? Work it out step by step."
+)
+CODE = """Rename the variable `total` to `running_sum` in this function. Answer with the whole function only.
+
+```python
+def mean_of_positive(values):
+    total = 0.0
+    count = 0
+    for value in values:
+        if value > 0:
+            total = total + value
+            count = count + 1
+    if count == 0:
+        return 0.0
+    return total / count
+```"""
+PROMPTS = {"maths": MATHS, "code edit": CODE}
+
+
+def run(max_new_tokens: int = 128, dtype: str = "auto", verbose: bool | None = None) -> bool:
+    """Print the comparison; True when every pair of answers was identical."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 108, highlight=False)
+    began = time.perf_counter()
+    with progress.line(verbose) as say:
+        say(f"loading {MODEL}")
+        drafted = specjax.load(MODEL, drafter="ngram", dtype=dtype)
+        load_seconds = time.perf_counter() - began
+        answers = {}
+        for title, prompt in PROMPTS.items():
+            for name, params in (("plain", without_drafter(drafted)), ("n-gram", drafted)):
+                say(f"{title}, {name}")
+                answers[title, name] = specjax.decode(params, prompt, max_new_tokens=max_new_tokens)
+    dtypes = {str(x.dtype) for x in _floats(drafted.target)}
+    console.print(f"{MODEL}, greedy, {', '.join(sorted(dtypes))}; loaded in {load_seconds:.1f} s\n")
+    same = True
+    for title, prompt in PROMPTS.items():
+        same &= _compare(console, title, prompt, answers[title, "plain"], answers[title, "n-gram"], drafted)
+    console.print(f"whole run: {time.perf_counter() - began:.0f} s")
+    return same
+
+
+def without_drafter(params: Any) -> Any:
+    """The same weights, decoded one token at a time."""
+    meta = dataclasses.replace(params.meta, drafter=None, drafter_cfg=None)
+    return params.replace(drafter=None, meta=meta)
+
+
+def _floats(tree: Any) -> list[Any]:
+    import jax
+    import jax.numpy as jnp
+
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def _compare(console: Any, title: str, prompt: str, plain: Any, drafted: Any, params: Any) -> bool:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", expand=True, show_lines=True)
+    table.add_column("plain", ratio=1)
+    table.add_column("n-gram", ratio=1)
+    table.add_row(Text(plain.text), Text(drafted.text))
+    table.add_row(_stats(plain.stats), _stats(drafted.stats))
+    console.print(table)
+    same = list(plain.tokens) == list(drafted.tokens)
+    console.print(f"identical: {'yes' if same else 'no'}", style="bold green" if same else "bold yellow")
+    if not same:
+        _explain_difference(console, prompt, len(plain.tokens), params)
+    speed_up = drafted.stats.tokens_per_second / plain.stats.tokens_per_second
+    console.print(f"speed: {speed_up:.2f}x plain\n")
+    return same
+
+
+def _stats(stats: Any) -> str:
+    lines = [
+        f"{stats.new_tokens} tokens at {stats.tokens_per_second:.1f} tokens/s",
+        f"{stats.rounds} rounds, {stats.tau:.2f} tokens per round",
+        f"prefill {stats.prefill_seconds:.2f} s, decode {stats.decode_seconds:.2f} s, "
+        f"compile {stats.compile_seconds:.1f} s",
+    ]
+    if stats.proposed:
+        lines.insert(2, f"{stats.accepted} of {stats.proposed} drafted tokens accepted")
+    return "\n".join(lines)
+
+
+def _explain_difference(console: Any, prompt: str, budget: int, params: Any) -> None:
+    report = specjax.audit(params, [prompt], max_new_tokens=budget)
+    row = report.rows[0]
+    if row.identical:
+        console.print("a second run gave identical answers")
+        return
+    console.print(
+        f"first difference at token {row.first_divergence}; the two candidates' logits there differ by "
+        f"{row.logit_gap:.1e}"
+    )

@@ -1,0 +1,140 @@
+"""Audit: does drafting change the output? Plain and speculative decoding of the same prompts, compared."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import registry
+from specjax.generate import decode
+from specjax.metrics import Stats
+from specjax.types import Params, TapSpec
+
+#: float32 near-tie: where two runs differ, their two candidates' logits lie at most this far apart.
+NEAR_TIE = 2e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One prompt. ``position`` counts generated tokens; ``gap`` is the float32 difference of the two
+    candidates' logits where the outputs part (None when identical)."""
+
+    prompt: int
+    identical: bool
+    position: int | None = None
+    plain_token: int | None = None
+    speculative_token: int | None = None
+    gap: float | None = None
+
+    @property
+    def first_divergence(self) -> int | None:
+        return self.position
+
+    @property
+    def logit_gap(self) -> float | None:
+        return self.gap
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Outcome of :func:`audit`."""
+
+    rows: list[Row]
+    dtype: str
+    plain: Stats
+    speculative: Stats
+
+    @property
+    def identical(self) -> bool:
+        """Every prompt gave the same ids."""
+        return all(row.identical for row in self.rows)
+
+    @property
+    def changed(self) -> int:
+        """Prompts whose output changed."""
+        return sum(not row.identical for row in self.rows)
+
+    @property
+    def near_ties(self) -> int:
+        """Changed prompts whose first difference is a near-tie (gap <= 2e-4)."""
+        return sum(row.gap is not None and row.gap <= NEAR_TIE for row in self.rows)
+
+    def __str__(self) -> str:
+        head = (
+            f"{len(self.rows)} prompt(s), {self.dtype}: {len(self.rows) - self.changed} identical, "
+            f"{self.changed} changed ({self.near_ties} near-ties with a gap <= {NEAR_TIE:g})"
+        )
+        spec = self.speculative
+        lines = [head, f"speculative: tau {spec.tau:.2f}, {spec.accepted} of {spec.proposed} drafts accepted"]
+        lines += [
+            f"prompt {r.prompt}: differs at token {r.position}: plain {r.plain_token}, speculative "
+            f"{r.speculative_token}, float32 logit gap {r.gap:.3g}"
+            for r in self.rows
+            if not r.identical
+        ]
+        return "\n".join(lines)
+
+
+def audit(params: Params, prompts: Any, **options: Any) -> Report:
+    """See :func:`specjax.audit`."""
+    if params.meta.drafter is None:
+        raise ValueError("nothing to audit: params have no drafter")
+    if options.get("rule") == "reject" and options.get("temperature"):
+        raise ValueError("rule='reject' keeps the distribution, not the ids: audit greedily or with rule='match'")
+    plain = decode(without_drafter(params), prompts, **{k: v for k, v in options.items() if k not in ("k", "rule")})
+    spec = decode(params, prompts, **({"rule": "match"} | options))
+    pairs = zip(
+        (c for group in plain.completions for c in group),
+        (c for group in spec.completions for c in group),
+        strict=True,
+    )
+    rows = [_compare(params, i, a, b) for i, (a, b) in enumerate(pairs)]
+    dtype = str(jax.tree.leaves(params.target)[0].dtype)
+    return Report(rows, dtype, plain.total, spec.total)
+
+
+def without_drafter(params: Params) -> Params:
+    """The same target, plain."""
+    meta = dataclasses.replace(params.meta, drafter=None, drafter_cfg=None)
+    return params.replace(drafter=None, meta=meta)
+
+
+def _compare(params: Params, index: int, plain, spec) -> Row:
+    if plain.tokens == spec.tokens:
+        return Row(index, True)
+    n = min(len(plain.tokens), len(spec.tokens))
+    at = next((i for i in range(n) if plain.tokens[i] != spec.tokens[i]), n)
+    if at == n:  # one is a prefix of the other: only a different stop can do that
+        return Row(index, False, at)
+    logits = prefix_logits(params, plain.prompt_tokens + plain.tokens[:at])
+    a, b = plain.tokens[at], spec.tokens[at]
+    return Row(index, False, at, a, b, float(abs(logits[a] - logits[b])))
+
+
+def prefix_logits(params: Params, tokens: list[int]) -> np.ndarray:
+    """float32 logits ``[V]`` after ``tokens``, computed in float32 whatever the weights' dtype."""
+    width = 64
+    while width < len(tokens):
+        width *= 2
+    padded = np.zeros((1, width), np.int32)
+    padded[0, : len(tokens)] = tokens
+    run = _prefix_program(params.meta.family, params.meta.target_cfg, width)
+    return np.asarray(run(params.target, padded, np.array([len(tokens)], np.int32)))
+
+
+@functools.lru_cache(maxsize=16)
+def _prefix_program(family: str, cfg: Any, width: int):
+    module = registry.target(family)
+
+    def run(weights, tokens, length):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, weights)
+        cache = module.init_cache(cfg, 1, width, 1, jnp.float32)
+        pos = jnp.arange(width)[None]
+        out = module.forward(wide, cfg, tokens, pos, length, cache, TapSpec(), "extend")
+        last = jnp.take_along_axis(out.hidden, length[:, None, None] - 1, 1)
+        return module.unembed(wide, cfg, last)[0, 0]
+
+    return jax.jit(run)

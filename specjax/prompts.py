@@ -1,0 +1,102 @@
+"""Prompts in every accepted form -> token ids, checked against the target."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax import checkpoints
+from specjax.config import Meta
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """Token ids per prompt, and whether a single prompt (not a list) was given."""
+
+    ids: list[np.ndarray]
+    single: bool
+
+
+def encode(
+    meta: Meta,
+    prompt: Any,
+    chat_template: bool | str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Prompts:
+    """Token ids of ``prompt``: a string, chat messages, token ids, or a list of any of these.
+
+    A string is one user turn through the chat template; ``chat_template=False`` takes it raw, a string
+    replaces the template. Raises ValueError for an empty prompt, ids outside the vocabulary, and a padded
+    2-D array (which rows are padding is not said: pass a list of rows).
+    """
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) == 0:
+        raise ValueError("the prompt is empty: give a string, messages or at least one token id")
+    single = _is_single(prompt)
+    items = [prompt] if single else list(prompt)
+    as_text = _Encoder(meta, chat_template, dict(chat_template_kwargs or {}))
+    return Prompts([_check(meta, as_text(item), i) for i, item in enumerate(items)], single)
+
+
+def _is_single(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return True
+    if hasattr(prompt, "ndim"):
+        if prompt.ndim != 1:
+            raise ValueError(
+                f"a prompt array must have one axis, got shape {tuple(prompt.shape)}; for a batch pass a list "
+                "of rows without padding"
+            )
+        return True
+    if not isinstance(prompt, Sequence):
+        raise ValueError(f"a prompt is a string, messages, token ids or a list of them, got {type(prompt).__name__}")
+    return isinstance(prompt[0], Mapping | int | np.integer) and not isinstance(prompt[0], bool)
+
+
+class _Encoder:
+    def __init__(self, meta: Meta, template: bool | str | None, kwargs: dict[str, Any]):
+        self.meta, self.template, self.kwargs = meta, template, kwargs
+
+    def __call__(self, item: Any) -> Any:
+        if isinstance(item, str):
+            return self._text(item)
+        if isinstance(item, Sequence) and len(item) and isinstance(item[0], Mapping):
+            return self._messages([dict(m) for m in item])
+        return item
+
+    def _text(self, text: str) -> list[int]:
+        if not text:
+            raise ValueError("the prompt is an empty string")
+        if self.template is False or (self.template is None and self._template() is None):
+            return self._tokenizer().encode(text, add_special=True)
+        return self._messages([{"role": "user", "content": text}])
+
+    def _messages(self, messages: list[dict[str, Any]]) -> list[int]:
+        if self.template is False:
+            raise ValueError("chat messages need a chat template, but chat_template=False was given")
+        if self._template() is None:
+            raise ValueError("this model has no chat template; pass one as chat_template='...', or a raw string")
+        return self._tokenizer().chat(
+            messages, add_generation_prompt=True, template=self._template(), **self.kwargs
+        )
+
+    def _template(self) -> str | None:
+        return self.template if isinstance(self.template, str) else self.meta.chat_template
+
+    def _tokenizer(self):
+        if not self.meta.tokenizer_id:
+            raise ValueError("this model was loaded without a tokenizer: pass token ids as the prompt")
+        return checkpoints.tokenizer.get(self.meta.tokenizer_id)
+
+
+def _check(meta: Meta, ids: Any, index: int) -> np.ndarray:
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"prompt {index} has shape {array.shape}; expected a non-empty row of token ids")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"prompt {index} holds {array.dtype} values; token ids must be integers")
+    vocab = meta.target_cfg.vocab_size
+    bad = array[(array < 0) | (array >= vocab)]
+    if bad.size:
+        raise ValueError(f"prompt {index} holds token id {int(bad[0])}, outside the vocabulary [0, {vocab})")
+    return array.astype(np.int32)

@@ -1,0 +1,169 @@
+"""Qwen3 targets, dense and mixture of experts: Llama's layout plus a norm on every query and key head.
+
+Checkpoint format: Hugging Face ``Qwen3ForCausalLM`` and ``Qwen3MoeForCausalLM``; experts one by one or
+fused (``experts.gate_up_proj [E 2F D]``, gate rows first, and ``experts.down_proj [E D F]``).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from specjax.core.cache import DenseKV
+from specjax.layers.mlp import swiglu
+from specjax.layers.moe import experts, route
+from specjax.layers.norm import rms_norm
+from specjax.targets import llama
+from specjax.targets.hf import check_config
+from specjax.targets.llama import Weights, commit, init_cache, kv_view, min_resume, shared, unembed
+from specjax.types import ArraySpec, Mode, TapSpec, TargetOut
+
+__all__ = [
+    "Config", "Weights", "abstract", "commit", "config", "forward", "init_cache", "kv_view", "min_resume",
+    "shared", "unembed",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(llama.Config):
+    """Frozen settings of a Qwen3 target. ``moe_layers`` lists the layers that have experts."""
+
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    norm_topk: bool = False
+    moe_layers: tuple[int, ...] = ()
+
+
+def config(hf: Mapping[str, Any]) -> Config:
+    """Config from ``config.json`` of a qwen3 or qwen3_moe checkpoint."""
+    check_config(hf, llama.KNOWN | _MOE_KEYS, llama.FIXED)
+    common = llama.common_config(hf)
+    if hf.get("model_type") != "qwen3_moe":
+        return Config(**common)
+    step, dense = int(hf.get("decoder_sparse_step", 1)), set(hf.get("mlp_only_layers") or ())
+    out = Config(
+        **common,
+        experts=int(hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"]),
+        experts_per_token=int(hf["num_experts_per_tok"]),
+        expert_size=int(hf["moe_intermediate_size"]),
+        norm_topk=bool(hf.get("norm_topk_prob", False)),
+        moe_layers=tuple(
+            i for i in range(common["num_layers"]) if i not in dense and step and (i + 1) % step == 0
+        ),
+    )
+    if not 0 < out.experts_per_token <= out.experts:
+        raise ValueError(f"qwen3_moe: {out.experts_per_token} experts per token out of {out.experts}")
+    return out
+
+
+_MOE_KEYS = {
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "decoder_sparse_step", "mlp_only_layers",
+}  # fmt: skip
+
+
+@struct.dataclass
+class Dense:
+    """Weights of a plain feed-forward block."""
+
+    gate: Float[Array, "F D"]
+    up: Float[Array, "F D"]
+    down: Float[Array, "D F"]
+
+
+@struct.dataclass
+class Moe:
+    """Weights of a block of experts."""
+
+    router: Float[Array, "E D"]
+    gate: Float[Array, "E F D"]
+    up: Float[Array, "E F D"]
+    down: Float[Array, "E D F"]
+
+
+@struct.dataclass
+class Layer:
+    """Weights of one decoder layer."""
+
+    attn_norm: Float[Array, " D"]
+    q: Float[Array, "H C D"]
+    k: Float[Array, "G C D"]
+    v: Float[Array, "G C D"]
+    o: Float[Array, "D H C"]
+    q_bias: Float[Array, "H C"] | None
+    k_bias: Float[Array, "G C"] | None
+    v_bias: Float[Array, "G C"] | None
+    o_bias: Float[Array, " D"] | None
+    q_norm: Float[Array, " C"]
+    k_norm: Float[Array, " C"]
+    mlp_norm: Float[Array, " D"]
+    mlp: Dense | Moe
+
+
+def abstract(cfg: Config) -> Weights:
+    """Weight struct of ArraySpecs."""
+    layers = tuple(_abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers))
+    return llama.abstract(cfg).replace(layers=layers)
+
+
+def _abstract_layer(cfg: Config, index: int, prefix: str) -> Layer:
+    norm = lambda name: ArraySpec((cfg.head_dim,), (None,), (f"{prefix}self_attn.{name}.weight",), "ones")  # noqa: E731
+    mlp = _abstract_moe if index in cfg.moe_layers else _abstract_dense
+    return Layer(
+        **llama.attention_specs(cfg, prefix),
+        q_norm=norm("q_norm"),
+        k_norm=norm("k_norm"),
+        mlp=mlp(cfg, prefix + "mlp."),
+    )
+
+
+def _abstract_dense(cfg: Config, prefix: str) -> Dense:
+    d, f = cfg.hidden_size, cfg.mlp_size
+    return Dense(
+        gate=ArraySpec((f, d), ("mlp", None), (prefix + "gate_proj.weight",)),
+        up=ArraySpec((f, d), ("mlp", None), (prefix + "up_proj.weight",)),
+        down=ArraySpec((d, f), (None, "mlp"), (prefix + "down_proj.weight",)),
+    )
+
+
+def _abstract_moe(cfg: Config, prefix: str) -> Moe:
+    e, d, f = cfg.experts, cfg.hidden_size, cfg.expert_size
+    names = lambda part: tuple(f"{prefix}experts.{i}.{part}_proj.weight" for i in range(e))  # noqa: E731
+    wide, fused = ("expert", "mlp", None), prefix + "experts.gate_up_proj"
+    return Moe(
+        router=ArraySpec((e, d), (None, None), (prefix + "gate.weight",)),
+        gate=ArraySpec((e, f, d), wide, names("gate"), fused=fused, rows=(0, f)),
+        up=ArraySpec((e, f, d), wide, names("up"), fused=fused, rows=(f, 2 * f)),
+        down=ArraySpec((e, d, f), ("expert", None, "mlp"), names("down"), fused=prefix + "experts.down_proj"),
+    )
+
+
+def forward(
+    p: Weights,
+    cfg: Config,
+    tokens: Int[Array, "B Q"],
+    pos: Int[Array, "B Q"],
+    valid: Int[Array, " B"],
+    cache: tuple[DenseKV, ...],
+    taps: TapSpec,
+    mode: Mode,
+) -> TargetOut:
+    """One pass over Q contiguous positions per row."""
+    return llama.run_layers(p, cfg, tokens, pos, valid, cache, taps, mode, _project, _feed_forward)
+
+
+def _project(layer, cfg, x):
+    q, k, v = llama.project(layer, cfg, x)
+    return rms_norm(q, layer.q_norm, cfg.eps), rms_norm(k, layer.k_norm, cfg.eps), v
+
+
+def _feed_forward(layer, cfg, x):
+    mlp = layer.mlp
+    if isinstance(mlp, Dense):
+        return swiglu(x, mlp.gate, mlp.up, mlp.down)
+    rows = x.reshape(-1, x.shape[-1])
+    weights, ids = route(rows, mlp.router, cfg.experts_per_token, cfg.norm_topk)
+    return experts(rows, weights, ids, mlp.gate, mlp.up, mlp.down).reshape(x.shape)

