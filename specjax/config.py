@@ -107,7 +107,7 @@ class Program:
         """Draft widths compiled beside ``k``: narrow rounds must not pay for wide ones."""
         if self.pair.drafter is None or not registry.drafter(self.pair.drafter).VARIABLE:
             return ()
-        return tuple(w for w in (0, 1, 3, 7, 15) if w < self.k)
+        return tuple(w for w in (0, 3, 7, 15) if w < self.k)
 
 
 def token_bucket(n: int) -> int:

@@ -1,12 +1,12 @@
 """``specjax demo``: the same two questions with and without drafting, answers side by side."""
 
-import dataclasses
 import sys
 import time
 from typing import Any
 
 import specjax
 from specjax import progress
+from specjax.identity import without_drafter
 
 MODEL = "smollm2-135m"
 
@@ -14,21 +14,30 @@ MATHS = (
     "A baker fills 7 trays with 12 rolls each. She sells 59 rolls before noon and the rest after lunch for "
     "2 dollars each. How much does she earn after lunch? Work it out step by step."
 )
-CODE = """Rename the variable `total` to `running_sum` in this function. Answer with the whole function only.
+CODE = """Here is a Python class:
 
 ```python
-def mean_of_positive(values):
-    total = 0.0
-    count = 0
-    for value in values:
-        if value > 0:
-            total = total + value
-            count = count + 1
-    if count == 0:
-        return 0.0
-    return total / count
-```"""
+class Inventory:
+    def __init__(self):
+        self.items = {}
+
+    def add(self, name, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.items[name] = self.items.get(name, 0) + amount
+
+    def remove(self, name, amount):
+        if self.items.get(name, 0) < amount:
+            raise ValueError("not enough in stock")
+        self.items[name] = self.items[name] - amount
+
+    def total(self):
+        return sum(self.items.values())
+```
+
+Rename `Inventory` to `Warehouse`. Show the full class."""
 PROMPTS = {"maths": MATHS, "code edit": CODE}
+MAX_LEN = 512  # one buffer length for both prompts, so that both use the same compiled programs
 
 
 def run(max_new_tokens: int = 128, dtype: str = "auto", verbose: bool | None = None) -> bool:
@@ -45,7 +54,9 @@ def run(max_new_tokens: int = 128, dtype: str = "auto", verbose: bool | None = N
         for title, prompt in PROMPTS.items():
             for name, params in (("plain", without_drafter(drafted)), ("n-gram", drafted)):
                 say(f"{title}, {name}")
-                answers[title, name] = specjax.decode(params, prompt, max_new_tokens=max_new_tokens)
+                answers[title, name] = specjax.decode(
+                    params, prompt, max_new_tokens=max_new_tokens, max_len=MAX_LEN
+                )
     dtypes = {str(x.dtype) for x in _floats(drafted.target)}
     console.print(f"{MODEL}, greedy, {', '.join(sorted(dtypes))}; loaded in {load_seconds:.1f} s\n")
     same = True
@@ -53,12 +64,6 @@ def run(max_new_tokens: int = 128, dtype: str = "auto", verbose: bool | None = N
         same &= _compare(console, title, prompt, answers[title, "plain"], answers[title, "n-gram"], drafted)
     console.print(f"whole run: {time.perf_counter() - began:.0f} s")
     return same
-
-
-def without_drafter(params: Any) -> Any:
-    """The same weights, decoded one token at a time."""
-    meta = dataclasses.replace(params.meta, drafter=None, drafter_cfg=None)
-    return params.replace(drafter=None, meta=meta)
 
 
 def _floats(tree: Any) -> list[Any]:
@@ -100,7 +105,7 @@ def _stats(stats: Any) -> str:
 
 
 def _explain_difference(console: Any, prompt: str, budget: int, params: Any) -> None:
-    report = specjax.audit(params, [prompt], max_new_tokens=budget)
+    report = specjax.audit(params, [prompt], max_new_tokens=budget, max_len=MAX_LEN)
     row = report.rows[0]
     if row.identical:
         console.print("a second run gave identical answers")

@@ -22,7 +22,7 @@ from specjax.core.platform import enable_compilation_cache
 from specjax.core.programs import Engine
 from specjax.progress import line
 from specjax.results import Completion, Piece, Result
-from specjax.text import StopFilter, StopStrings, StreamDecoder, tokens_for_text
+from specjax.text import StopFilter, StopStrings, StreamDecoder
 from specjax.types import Params
 
 DEFAULT_NEW_TOKENS = 256
@@ -207,11 +207,8 @@ def _watch(meta: Meta, job: Job) -> None:
     def check(job: Job) -> int | None:
         seen = len(stream.text)
         stream.push(job.tokens[len(stream.ids) :])
-        cut = stops.find(stream.text, seen)
-        if cut is None:
-            return None
-        end = max(len(s) for s in job.options.stop_strings if stream.text.startswith(s, cut))
-        return tokens_for_text(tokenizer, job.tokens, cut + end)
+        span = stops.match(stream.text, seen)
+        return None if span is None else stream.tokens_for(span[1])
 
     job.check = check
 

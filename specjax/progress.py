@@ -11,6 +11,7 @@ Example:
 import contextlib
 import contextvars
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 Say = Callable[[str], None]
@@ -42,7 +43,7 @@ def _open(stack: contextlib.ExitStack, verbose: bool | None) -> Say:
     if verbose is False:
         return _silent
     if not sys.stderr.isatty():
-        return _plain if verbose else _silent
+        return _plain_lines() if verbose else _silent
     from rich.console import Console
     from rich.text import Text
 
@@ -54,5 +55,16 @@ def _silent(text: str) -> None:
     del text
 
 
-def _plain(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _plain_lines() -> Say:
+    """Print lines; of those that differ only after a colon (a counter), at most one a second."""
+    last, shown = "", 0.0
+
+    def say(text: str) -> None:
+        nonlocal last, shown
+        topic, now = text.partition(":")[0], time.monotonic()
+        if topic == last and now - shown < 1.0:
+            return
+        last, shown = topic, now
+        print(text, file=sys.stderr, flush=True)
+
+    return say

@@ -5,26 +5,16 @@ Host code only. Positions in text are counted in characters (code points).
 
 import bisect
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
 
 
-class Tokenizer(Protocol):
-    """What the library asks of a tokenizer."""
-
-    vocab_size: int
-
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of ``text``; ``add_special`` adds what the model expects around a prompt (BOS)."""
-        ...
+class Decodes(Protocol):
+    """All that is asked of a tokenizer here (:mod:`specjax.checkpoints.tokenizer` has them)."""
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of ``ids``."""
-        ...
-
-    def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation under the model's chat template."""
         ...
 
 
@@ -38,7 +28,7 @@ class StreamDecoder:
     >>> [stream.push([token]) for token in tokens] + [stream.flush()]          # doctest: +SKIP
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Decodes):
         self._tokenizer = tokenizer
         self.ids: list[int] = []
         self.text = ""  # everything released
@@ -90,7 +80,7 @@ class StreamDecoder:
         self._read, self._window = len(self.ids), window
 
 
-def tokens_for_text(tokenizer: Tokenizer, ids: Sequence[int], chars: int) -> int:
+def tokens_for_text(tokenizer: Decodes, ids: Sequence[int], chars: int) -> int:
     """Fewest leading ids whose text covers the first ``chars`` characters of ``decode(ids)``.
 
     A character spread over several tokens needs all of them. The last of these ids may hold more text

@@ -61,7 +61,7 @@ def open_file(path: str | Path) -> File:
     if version not in (2, 3):
         raise ValueError(f"{path}: GGUF version {version} is not supported (2 and 3 are, little-endian)")
     n_tensors, n_fields = cursor.scalar("Q"), cursor.scalar("Q")
-    metadata = dict((cursor.string(), cursor.value(cursor.scalar("I"))) for _ in range(n_fields))
+    metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(n_fields)}
     infos = [_info(cursor) for _ in range(n_tensors)]
     align = int(metadata.get("general.alignment", 32))
     base = -(-cursor.at // align) * align
@@ -85,7 +85,9 @@ def _place(path: Path, name: str, shape: tuple[int, ...], code: int, start: int,
     known = {t.value: t for t in GGMLQuantizationType}
     kind = known[code].name if code in known else f"type {code}"
     if kind not in SUPPORTED:
-        raise ValueError(f"{path}: tensor {name} is stored as {kind}, which is not supported ({', '.join(SUPPORTED)})")
+        raise ValueError(
+            f"{path}: tensor {name} is stored as {kind}, which is not supported ({', '.join(SUPPORTED)})"
+        )
     block, width = GGML_QUANT_SIZES[known[code]]
     if not shape or shape[-1] % block:
         raise ValueError(f"{path}: tensor {name} has shape {shape}, rows of {kind} come in blocks of {block}")

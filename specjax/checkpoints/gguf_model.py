@@ -76,14 +76,17 @@ class _Fields:
     """Fields under ``<architecture>.``; remembers what was asked for, to report the rest."""
 
     def __init__(self, file: File, arch: str):
-        self.file, self.prefix, self.asked = file, arch + ".", set()
+        self.file, self.prefix = file, arch + "."
+        self.asked: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
         self.asked.add(self.prefix + key)
         value = self.file.metadata.get(self.prefix + key, default)
         if isinstance(value, list):
             if len(set(value)) != 1:
-                raise ValueError(f"{self.file.path}: {self.prefix}{key} differs between layers, which is not supported")
+                raise ValueError(
+                    f"{self.file.path}: {self.prefix}{key} differs between layers, which is not supported"
+                )
             value = value[0]
         return value
 
@@ -118,7 +121,11 @@ def _rope(file: File, meta: _Fields, head_dim: int) -> dict[str, Any]:
     if kind not in ("none", "linear", "yarn"):
         raise ValueError(f"{file.path}: rope scaling {kind!r} is not supported (none, linear, yarn)")
     if kind == "yarn":
-        out["rope_scaling"] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        out["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+        }
         if original is None:
             raise ValueError(f"{file.path}: yarn rope scaling needs rope.scaling.original_context_length")
     elif factor != 1.0:
@@ -144,7 +151,9 @@ def _from_factors(file: File, dims: int, theta: float) -> dict[str, Any]:
     scaled = RopeConfig(dims=dims, theta=theta, kind="llama3", factor=settings["factor"], original_max=8192)
     divisors = inverse_frequencies(plain).astype(np.float64) / inverse_frequencies(scaled)
     if stored.shape != divisors.shape or not np.allclose(stored, divisors, rtol=1e-4):
-        raise ValueError(f"{file.path}: {_ROPE_FACTORS} does not follow the Llama 3 rule, so it is not supported")
+        raise ValueError(
+            f"{file.path}: {_ROPE_FACTORS} does not follow the Llama 3 rule, so it is not supported"
+        )
     return {"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 8192, **settings}}
 
 
@@ -156,7 +165,9 @@ def _experts(file: File, meta: _Fields, arch: str) -> dict[str, Any]:
             raise ValueError(f"{file.path}: experts in a {arch!r} GGUF are not supported")
         return {}
     if meta.get("expert_shared_count", 0) or meta.get("expert_weights_scale", 1.0) not in (0.0, 1.0):
-        raise ValueError(f"{file.path}: shared experts or scaled expert weights are not supported for qwen3moe")
+        raise ValueError(
+            f"{file.path}: shared experts or scaled expert weights are not supported for qwen3moe"
+        )
     return {
         "num_experts": count,
         "num_experts_per_tok": used,

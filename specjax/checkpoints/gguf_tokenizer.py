@@ -28,7 +28,9 @@ def build(path: str | Path) -> Any:
     would give other token ids without any error.
     """
     file = gguf.open_file(path)
-    meta = {k.removeprefix("tokenizer.ggml."): v for k, v in file.metadata.items() if k.startswith("tokenizer.")}
+    meta = {
+        k.removeprefix("tokenizer.ggml."): v for k, v in file.metadata.items() if k.startswith("tokenizer.")
+    }
     if "tokens" not in meta:
         raise ValueError(f"{path} holds no tokenizer")
     if meta.get("model") != "gpt2":
@@ -112,4 +114,6 @@ def _by_transformers(path: Path, model: Any):
 
         return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     except ImportError as error:
-        raise ImportError(f"{path}: reading a {model!r} tokenizer from GGUF needs torch installed ({error})") from None
+        raise ImportError(
+            f"{path}: reading a {model!r} tokenizer from GGUF needs torch installed ({error})"
+        ) from None

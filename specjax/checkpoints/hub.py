@@ -8,7 +8,7 @@ from typing import Literal
 
 Kind = Literal["folder", "gguf", "orbax"]
 
-ORBAX_META = "specjax.json"  # marks a folder written by specjax.save
+ORBAX_META = "specjax/data.json"  # marks a folder written by specjax.save
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "tokenizer*"]
 _UNWANTED = ["original/*", "consolidated*", "onnx/*", "*.py"]
 
@@ -53,7 +53,9 @@ def resolve(name: str | Path) -> Source:
     if path.is_file():
         if path.suffix.lower() == ".gguf":
             return Source("gguf", path, text)
-        raise ValueError(f"{path} is a file but no .gguf; give the folder that holds config.json and the weights")
+        raise ValueError(
+            f"{path} is a file but no .gguf; give the folder that holds config.json and the weights"
+        )
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.lower().endswith(".gguf"):
         return _folder(_download(text), text)
     known = ", ".join(SHORT_NAMES)
@@ -69,7 +71,9 @@ def _packaged(name: str, model: Packaged) -> Path:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(folder) / model.file).is_file():
             return Path(folder) / model.file
-    problem = f"package {model.module} is not installed" if spec is None else f"{model.module} lacks {model.file}"
+    problem = (
+        f"package {model.module} is not installed" if spec is None else f"{model.module} lacks {model.file}"
+    )
     raise FileNotFoundError(f"{name}: {problem}; install it with: {model.install}")
 
 
@@ -82,15 +86,21 @@ def _folder(path: Path, name: str) -> Source:
     if len(files) == 1:
         return Source("gguf", files[0], name)
     if files:
-        raise ValueError(f"{path} holds {len(files)} GGUF files; name one of: {', '.join(f.name for f in files)}")
-    raise FileNotFoundError(f"{path} holds no config.json, no .gguf file and no {ORBAX_META}, so it is not a model")
+        raise ValueError(
+            f"{path} holds {len(files)} GGUF files; name one of: {', '.join(f.name for f in files)}"
+        )
+    raise FileNotFoundError(
+        f"{path} holds no config.json, no .gguf file and no {ORBAX_META}, so it is not a model"
+    )
 
 
 def _download(repo: str) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        return Path(
+            huggingface_hub.snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        )
     except Exception as error:  # many kinds: network, permission, unknown name, offline mode
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         endpoint = getattr(huggingface_hub.constants, "ENDPOINT", "https://huggingface.co")

@@ -36,7 +36,9 @@ class Tensors:
         handle = self._handle(self.files[name])
         kind = handle.get_slice(name).get_dtype()
         if kind not in _NUMBERS:
-            raise ValueError(f"{self.files[name]}: {name} is stored as {kind}; quantised weights are not supported")
+            raise ValueError(
+                f"{self.files[name]}: {name} is stored as {kind}; quantised weights are not supported"
+            )
         return handle.get_tensor(name)
 
     def _handle(self, file: str):
@@ -50,7 +52,9 @@ class Tensors:
             if file not in held:
                 held[file] = set(self._handle(file).keys())
             if name not in held[file]:
-                raise ValueError(f"{INDEX} says that {name} is in {file}, but {self.folder / file} does not hold it")
+                raise ValueError(
+                    f"{INDEX} says that {name} is in {file}, but {self.folder / file} does not hold it"
+                )
 
 
 def open_file(path: str | Path):
@@ -77,7 +81,9 @@ def _locate(folder: Path) -> dict[str, str]:
         return _from_index(folder)
     found = sorted(p.name for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
     if len(found) > 1:
-        raise ValueError(f"{folder} holds {len(found)} safetensors files ({', '.join(found[:4])} ...) but no {INDEX}")
+        raise ValueError(
+            f"{folder} holds {len(found)} safetensors files ({', '.join(found[:4])} ...) but no {INDEX}"
+        )
     if not found:
         raise FileNotFoundError(_nothing(folder))
     return dict.fromkeys(open_file(folder / found[0]).keys(), found[0])

@@ -29,7 +29,11 @@ class Tokenizer(Protocol):
         ...
 
     def chat(
-        self, messages: Messages, add_generation_prompt: bool = True, template: str | None = None, **kwargs: Any
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation; ``kwargs`` reach the template (``enable_thinking=False``)."""
         ...
@@ -89,7 +93,11 @@ class Wrapped:
         )
 
     def chat(
-        self, messages: Messages, add_generation_prompt: bool = True, template: str | None = None, **kwargs: Any
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **kwargs: Any,
     ) -> list[int]:
         template = template or self.chat_template
         if template is None:
@@ -130,14 +138,18 @@ class ByteTokenizer:
         return raw.decode("utf-8", errors="replace")
 
     def chat(
-        self, messages: Messages, add_generation_prompt: bool = True, template: str | None = None, **kwargs: Any
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **kwargs: Any,
     ) -> list[int]:
         del kwargs
         if template not in (None, self.chat_template):
             raise ValueError("the byte tokenizer has a fixed chat layout and takes no template")
         ids = [self.BOS]
         for message in messages:
-            ids += self.encode(f"{message['role']}: {message['content']}", False) + [self.EOS]
+            ids += [*self.encode(f"{message['role']}: {message['content']}", False), self.EOS]
         return ids + (self.encode("assistant: ", False) if add_generation_prompt else [])
 
     def save(self, folder: str | Path) -> None:

@@ -1,5 +1,6 @@
 """Filling a weight struct from named tensors: the one loader behind every checkpoint format."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -46,13 +47,12 @@ def fill(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=_is_spec)
     used = _check_names(leaves, names, where)
     _warn_unexpected(names - used, tuple(harmless), where)
-    fused_rows = {s.fused: max(s2.rows[1] for _, s2 in leaves if s2.fused == s.fused) for _, s in leaves if s.rows}
+    reader = _Reader(get, names, np.dtype(dtype), where, _fused_rows(leaves))
     arrays = []
     for done, (path, spec) in enumerate(leaves):
-        label = _label(path, spec)
-        arrays.append(jnp.array(_read(spec, get, names, np.dtype(dtype), where, label)))
+        arrays.append(jnp.array(reader.read(spec)))
         if progress is not None:
-            progress(done + 1, len(leaves), label)
+            progress(done + 1, len(leaves), spec.names[0] if spec.names else jax.tree_util.keystr(path))
     return jax.tree_util.tree_unflatten(treedef, arrays)
 
 
@@ -76,17 +76,15 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, ArraySpec)
 
 
-def _label(path: Any, spec: ArraySpec) -> str:
-    return spec.names[0] if spec.names else jax.tree_util.keystr(path)
-
-
 def _check_names(leaves: list, names: set[str], where: str) -> set[str]:
     """Names that will be read; ValueError listing those that are absent."""
-    used, missing = set(), []
-    for _, spec in leaves:
+    used: set[str] = set()
+    missing: list[str] = []
+    for path, spec in leaves:
         wanted = (spec.fused,) if spec.fused in names else spec.names
-        absent = [n for n in wanted if n not in names]
-        missing += absent
+        missing += [n for n in wanted if n not in names]
+        if not wanted:
+            missing.append(f"(nothing is named for {jax.tree_util.keystr(path)})")
         used.update(wanted)
     if missing:
         raise ValueError(f"{where} lacks {len(missing)} tensor(s) this model needs: {_listing(missing)}")
@@ -109,52 +107,75 @@ def _listing(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _read(spec: ArraySpec, get: Get, names: set[str], dtype: np.dtype, where: str, label: str) -> np.ndarray:
-    if spec.fused in names:
-        whole = np.asarray(get(spec.fused))
+def _fused_rows(leaves: list) -> dict[str, int]:
+    """Length of axis 1 of each fused tensor: the slices of all who share it must cover it."""
+    rows: dict[str, int] = {}
+    for _, spec in leaves:
+        if spec.fused and spec.rows:
+            rows[spec.fused] = max(rows.get(spec.fused, 0), spec.rows[1])
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Makes one array after another from checkpoint tensors."""
+
+    get: Get
+    names: set[str]
+    dtype: np.dtype
+    where: str
+    fused_rows: dict[str, int]
+
+    def read(self, spec: ArraySpec) -> np.ndarray:
+        if spec.fused is not None and spec.fused in self.names:
+            return self._cast(self._fused(spec, spec.fused), spec.fused)
+        if len(spec.names) == 1:
+            return self._tensor(spec.names[0], spec.shape)
+        first = self._tensor(spec.names[0], spec.shape[1:])
+        out = np.empty(spec.shape, first.dtype)
+        out[0] = first
+        for i, name in enumerate(spec.names[1:], 1):  # one at a time: only one copy of the stack exists
+            out[i] = self._tensor(name, spec.shape[1:])
+        return out
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        x = np.asarray(self.get(name))
+        if not _regroups(x.shape, shape):
+            raise self._misshapen(name, x.shape, shape)
+        return self._cast(x.reshape(shape), name)
+
+    def _fused(self, spec: ArraySpec, name: str) -> np.ndarray:
+        whole, need = np.asarray(self.get(name)), spec.shape
         if spec.rows is not None:
-            if whole.ndim < 2 or whole.shape[1] != fused_rows[spec.fused]:
-                need = (spec.shape[0], fused_rows[spec.fused], *spec.shape[2:])
-                raise ValueError(f"{where}: {spec.fused} has shape {whole.shape}, this model needs {need}")
-            whole = whole[:, slice(*spec.rows)]
-        return _cast(_fit(whole, spec.shape, where, spec.fused), dtype, where, spec.fused)
-    if len(spec.names) == 1:
-        return _cast(_fit(np.asarray(get(label)), spec.shape, where, label), dtype, where, label)
-    out = None
-    for i, name in enumerate(spec.names):  # one expert at a time, so that only one copy of the stack exists
-        part = _cast(_fit(np.asarray(get(name)), spec.shape[1:], where, name), dtype, where, name)
-        out = np.empty(spec.shape, part.dtype) if out is None else out
-        out[i] = part
-    return out
+            need = (spec.shape[0], self.fused_rows[name], *spec.shape[2:])
+        if whole.shape != need:
+            raise self._misshapen(name, whole.shape, need)
+        return whole if spec.rows is None else whole[:, slice(*spec.rows)]
+
+    def _misshapen(self, name: str, found: tuple[int, ...], need: tuple[int, ...]) -> ValueError:
+        return ValueError(f"{self.where}: {name} has shape {tuple(found)}, this model needs {tuple(need)}")
+
+    def _cast(self, x: np.ndarray, name: str) -> np.ndarray:
+        """Floats to the wanted type; refuses float16 when a value does not fit."""
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == self.dtype:
+            return x
+        with np.errstate(over="ignore"):
+            out = x.astype(self.dtype)
+        if self.dtype == np.float16 and np.isinf(out).any() and not np.isinf(x).any():
+            raise ValueError(
+                f"{self.where}: {name} holds values beyond the range of float16; load it in bfloat16 or float32"
+            )
+        return out
 
 
-def _cast(x: np.ndarray, dtype: np.dtype, where: str, name: str) -> np.ndarray:
-    """Floats to ``dtype``; refuses float16 when a value does not fit."""
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == dtype:
-        return x
-    with np.errstate(over="ignore"):
-        out = x.astype(dtype)
-    if dtype == np.float16 and np.isinf(out).any() and not np.isinf(x).any():
-        raise ValueError(f"{where}: {name} holds values beyond the range of float16; load it in bfloat16 or float32")
-    return out
-
-
-def _fit(x: np.ndarray, shape: tuple[int, ...], where: str, name: str) -> np.ndarray:
-    """``x`` reshaped to ``shape``; only splitting and merging of neighbouring axes is allowed."""
-    if not _regroups(x.shape, shape):
-        raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, this model needs {tuple(shape)}")
-    return x.reshape(shape)
-
-
-def _regroups(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+def _regroups(found: tuple[int, ...], need: tuple[int, ...]) -> bool:
     """Whether one shape becomes the other by splitting or merging neighbours (a transposed one does not)."""
-    a, b = [n for n in a if n != 1], [n for n in b if n != 1]
+    a, b = [n for n in found if n != 1], [n for n in need if n != 1]
     while a and b:
         small, large = (a, b) if a[0] <= b[0] else (b, a)
-        if small[0] == large[0]:
-            del a[0], b[0]
-        elif len(small) > 1 and large[0] % small[0] == 0:
-            small[:2] = [small[0] * small[1]]
-        else:
-            return False
+        rest = large.pop(0)  # must be the product of the next axes of the other
+        while rest > 1:
+            if not small or rest % small[0]:
+                return False
+            rest //= small.pop(0)
     return not a and not b

@@ -83,7 +83,7 @@ def _match(hidden, rows: _Rows, count, logit_bytes):
             noise = smp.gumbel(smp.position_keys(rows.keys, smp.MATCH, pos), raw.shape[-1])
             drawn = jnp.argmax(logits + noise, -1)
             tokens = jnp.where(sampling.temperature[:, None] > 0, drawn, tokens)
-        return tokens.astype(jnp.int32), rows.score(raw, tokens), smp.nonfinite(raw)
+        return tokens.astype(jnp.int32), rows.score(raw, tokens), smp.nonfinite(adjusted)
 
     tokens, scores, bad = _in_blocks(block, hidden, rows, logit_bytes)
     k = rows.drafts.shape[1]
@@ -102,7 +102,7 @@ def _reject(hidden, rows: _Rows, proposal: Proposal, count, logit_bytes):
         drafts = jax.lax.dynamic_slice_in_dim(roomy, first, part.shape[1], 1)
         p = jnp.exp(_take(logits, drafts) - jax.nn.logsumexp(logits, -1))
         top = jnp.argmax(adjusted, -1) == drafts
-        return p, top, rows.score(raw, drafts), smp.nonfinite(raw)
+        return p, top, rows.score(raw, drafts), smp.nonfinite(adjusted)
 
     p, top, scores, bad = _in_blocks(block, hidden, rows, logit_bytes)
     keys = smp.round_keys(rows.keys, length)

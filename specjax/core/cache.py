@@ -45,12 +45,12 @@ class DenseKV:
         valid: Int[Array, " B"],
         mode: Mode,
     ):
-        """Write the block at its positions; attend to the whole buffer under the position mask."""
-        k = k.swapaxes(1, 2).astype(self.k.dtype)
-        v = v.swapaxes(1, 2).astype(self.v.dtype)
+        """Write the block at its positions; attend to the buffer up to its last valid row."""
+        k, v = _block(k, v, self.k.dtype)
         write = _write_verified if mode == "verify" else _write_valid
         cache = DenseKV(write(self.k, k, pos[:, 0], valid), write(self.v, v, pos[:, 0], valid))
-        key_pos = jnp.broadcast_to(jnp.arange(self.k.shape[2], dtype=pos.dtype), (k.shape[0], self.k.shape[2]))
+        slot = jnp.arange(self.k.shape[2], dtype=pos.dtype)
+        key_pos = jnp.where(slot < pos[:, :1] + valid[:, None], slot, -1)  # padding must not see garbage
         return cache.k, cache.v, key_pos, cache
 
     def commit(self, emitted: Int[Array, " B"]) -> "DenseKV":
@@ -59,6 +59,14 @@ class DenseKV:
     @staticmethod
     def min_resume(high_water: int) -> int:
         return 1
+
+
+def _block(k, v, dtype):
+    """The block in the cache's layout and type. A value that is not finite becomes 0 and its key NaN: what
+    sees it turns NaN as before, while 0 * NaN cannot reach the rows before a rejected draft."""
+    k, v = k.swapaxes(1, 2).astype(dtype), v.swapaxes(1, 2).astype(dtype)
+    finite = jnp.isfinite(v)
+    return jnp.where(finite.all(-1, keepdims=True), k, jnp.nan), jnp.where(finite, v, 0)
 
 
 def _write_valid(buffer, block, start, valid):
@@ -105,8 +113,7 @@ class RingKV:
     ):
         """Attend to the old ring and the block side by side, then write the block's last valid rows."""
         del mode
-        k = k.swapaxes(1, 2).astype(self.k.dtype)
-        v = v.swapaxes(1, 2).astype(self.v.dtype)
+        k, v = _block(k, v, self.k.dtype)
         stale = self.pos >= pos[:, :1]  # rejected entries about to be replaced by this block
         in_block = jnp.arange(pos.shape[1]) < valid[:, None]
         key_pos = jnp.concatenate([jnp.where(stale, -1, self.pos), jnp.where(in_block, pos, -1)], 1)

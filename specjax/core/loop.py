@@ -220,7 +220,7 @@ def credit(records: list[Any], rows: list[Job | None], now: float) -> Iterator[J
     changed: dict[int, Job] = {}
     for emit in records:
         for r in range(emit.emitted.shape[0]):
-            for b in np.flatnonzero((emit.emitted[r] > 0) | (emit.reason[r] == NONFINITE)):
+            for b in np.flatnonzero((emit.emitted[r] > 0) | (emit.reason[r] == NONFINITE)).tolist():
                 job = owners.get(int(emit.request_id[r, b]))
                 if job is not None and job.reason is None:
                     _take(job, emit, r, b, now)

@@ -89,13 +89,29 @@ def verify(
     rule = rule or natural_rule(proposal)
     count = jnp.where(state.done, 0, jnp.minimum(proposal.count, state.limit - state.length - 1))
     sizes = sorted({w for w in widths if w < k} | {k})
-    branches = [functools.partial(_verify_width, pair, w, k, rule, logprobs) for w in sizes]
-    index = jnp.sum(jnp.max(count) > jnp.asarray(sizes[:-1], jnp.int32), dtype=jnp.int32)
-    if len(branches) == 1:
-        state, verdict = branches[0](weights, state, proposal, count)
-    else:
-        state, verdict = jax.lax.switch(index, branches, weights, state, proposal, count)
-    return state, verdict, jnp.asarray(sizes, jnp.int32)[index] + 1
+    chosen = jnp.sum(jnp.max(count) > jnp.asarray(sizes[:-1], jnp.int32), dtype=jnp.int32)
+    steps = [functools.partial(_verify_width, pair, w, k, rule, logprobs) for w in sizes]
+    state, verdict = _run_one(steps, chosen, weights, state, proposal, count)
+    return state, verdict, jnp.asarray(sizes, jnp.int32)[chosen] + 1
+
+
+def _run_one(steps: list[Any], chosen, weights, state: State, proposal: Proposal, count):
+    """Run ``steps[chosen]``.
+
+    Each step sits in a loop of at most one turn rather than in a branch of ``lax.switch``: XLA updates the
+    caches of a loop in place, but copies them whole on the way through a conditional.
+    """
+    if len(steps) == 1:
+        return steps[0](weights, state, proposal, count)
+    shape = jax.eval_shape(steps[0], weights, state, proposal, count)[1]
+    carry = (chosen, state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape))
+    for i, step in enumerate(steps):
+
+        def once(carry, step=step):
+            return (jnp.int32(-1), *step(weights, carry[1], proposal, count))
+
+        carry = jax.lax.while_loop(lambda carry, i=i: carry[0] == i, once, carry)
+    return carry[1:]
 
 
 def natural_rule(proposal: Proposal) -> Rule:

@@ -73,7 +73,8 @@ def _counts_before(output, drafts, positions) -> Int[Array, "B Q V"]:
 
 
 def temper(logits: Float[Array, "B Q V"], temperature: Float[Array, " B"]) -> Float[Array, "B Q V"]:
-    """Divide by the row's temperature; greedy rows (0) are left as they are."""
+    """Divide by the row's temperature, the largest logit moved to 0 so that no temperature overflows."""
+    logits = logits - jnp.max(logits, -1, keepdims=True)
     return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
 
 
@@ -101,8 +102,9 @@ def _keep_from(logits, order, cut):
 
 def _sortable(x: Float[Array, "*N"]) -> UInt32[Array, "*N"]:
     """Unsigned integers in the same order as the floats (-0.0 counts as 0.0)."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(0x80000000)
+    bits = jnp.where(bits == sign, jnp.uint32(0), bits)  # compilers drop an addition of 0.0
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
@@ -128,6 +130,6 @@ def count_tokens(
     return counts.replace(output=counts.output.at[rows, tokens].add(live.astype(counts.output.dtype)))
 
 
-def nonfinite(raw: Float[Array, "B Q V"]) -> Bool[Array, "B Q"]:
+def nonfinite(logits: Float[Array, "B Q V"]) -> Bool[Array, "B Q"]:
     """True where no token can be drawn: NaN, +inf, or nothing above -inf (padding columns are -inf)."""
-    return ~jnp.isfinite(jnp.max(raw, -1))
+    return ~jnp.isfinite(jnp.max(logits, -1))

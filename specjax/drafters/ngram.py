@@ -15,24 +15,35 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from specjax.drafters import lookback
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
 
 Match = Literal["recent", "earliest"]
 
 VARIABLE = True
 
-#: Drafts per round when none are asked for: a wide verification costs a CPU more than it costs a GPU.
-DEFAULT_K = {"cpu": 3, "gpu": 7}
+#: Largest draft by default, and what verifying w drafts costs, in plain steps (batch 1; a 135M Llama in
+#: float32 on one CPU core, an 8B one in bfloat16 on a data-centre GPU). Costs decide how much is drafted.
+DEFAULT_K = {"cpu": 7, "gpu": 7}
+COSTS: dict[str, lookback.Costs] = {
+    "cpu": ((3, 1.75), (7, 2.0), (15, 2.6)),
+    "gpu": ((3, 1.05), (7, 1.08), (15, 1.11)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Frozen settings: ``k`` drafts per round, n-gram lengths, and which of several occurrences wins."""
+    """Frozen settings: at most ``k`` drafts per round, n-gram lengths, which of several occurrences wins.
+
+    With ``costs`` ((width, cost in plain steps), ...) a row drafts only as much as its recent past says
+    is worth verifying (see :mod:`specjax.drafters.lookback`); without, everything up to ``k``.
+    """
 
     k: int
     lookup_max: int
     lookup_min: int
     match: Match = "recent"
+    costs: lookback.Costs | None = None
 
     def __post_init__(self):
         for name in ("k", "lookup_max", "lookup_min"):
@@ -44,11 +55,12 @@ class Config:
 
 
 def default(platform: str) -> Config:
-    """Settings used when none are given: lengths 3 to 1, most recent occurrence.
+    """Settings used when none are given: lengths 3 to 1, most recent occurrence, as many drafts as pay.
 
     ``platform`` is a jax backend name; one without its own entry is served as a GPU.
     """
-    return Config(DEFAULT_K.get(platform, DEFAULT_K["gpu"]), lookup_max=3, lookup_min=1, match="recent")
+    name = platform if platform in DEFAULT_K else "gpu"
+    return Config(DEFAULT_K[name], lookup_max=3, lookup_min=1, match="recent", costs=COSTS[name])
 
 
 def config(hf: Mapping[str, Any], target_cfg: Any = None) -> Config:
@@ -109,16 +121,20 @@ def draft(
     Tokens at or beyond ``count`` are 0. A proposal is a point mass: no q.
     """
     del p, shared, keys
-    follow, found = longest_match(cfg, ctx.tokens, ctx.length)
+    follow, run = longest_match(cfg, ctx.tokens, ctx.length)
+    wanted = jnp.where(run >= cfg.lookup_min, k, 0)
+    if cfg.costs is not None:
+        rates = lookback.hit_rates(ctx.tokens, ctx.length, cfg.lookup_max, cfg.match == "recent")
+        wanted = jnp.minimum(wanted, lookback.worthwhile(cfg.costs, k, rates, run))
     slot = jnp.arange(k, dtype=jnp.int32)
-    count = jnp.where(found, jnp.minimum(k, ctx.length - follow), 0).astype(jnp.int32)
+    count = jnp.clip(jnp.minimum(wanted, ctx.length - follow), 0).astype(jnp.int32)
     index = jnp.minimum(follow[:, None] + slot, ctx.tokens.shape[1] - 1)
     tokens = jnp.take_along_axis(ctx.tokens, index, 1)
     return Proposal(jnp.where(slot < count[:, None], tokens, 0), count), dstate
 
 
 def longest_match(cfg: Config, tokens: Int[Array, "B T"], length: Int[Array, " B"]):
-    """Where the continuation of the best earlier occurrence starts: ``(follow [B], found [B])``.
+    """Best earlier occurrence of the row's end: ``(start of its continuation [B], tokens matched [B])``.
 
     For every index i, ``run[i]`` is how many tokens ending at i equal those ending at the row's last
     token, at most ``lookup_max``: that many shifted comparisons of the buffer, and no loop over matches.
@@ -138,7 +154,7 @@ def longest_match(cfg: Config, tokens: Int[Array, "B T"], length: Int[Array, " B
     best = jnp.max(run * size + place, axis=1)
     where = best % size
     where = where if cfg.match == "recent" else size - 1 - where
-    return where + 1, best // size >= cfg.lookup_min
+    return where + 1, best // size
 
 
 def absorb(p: None, shared: Shared | None, cfg: Config, dstate: tuple[()], block: AbsorbIn) -> tuple[()]:

@@ -7,6 +7,10 @@ from jaxtyping import Array, Float, Int
 
 from specjax.layers.linear import precision_of
 
+# XLA's CPU back end copies a whole cache to change its layout for a batched product; a plain product per
+# row and head reads it in place. Beyond this many products the copies cost less than compiling them all.
+_CPU_UNROLLED = 64
+
 
 def attend(
     q: Float[Array, "B Q H C"],
@@ -25,8 +29,7 @@ def attend(
     """
     groups, queries = keys.shape[1], q.shape[1]
     packed = rearrange(q, "b q (g r) c -> b g (r q) c", g=groups)
-    exact = precision_of(q.dtype)
-    scores = jnp.einsum("bgnc,bgsc->bgns", packed, keys, precision=exact, preferred_element_type=jnp.float32)
+    scores = _product(packed, keys, transposed=True)
     scores = rearrange(scores * scale, "b g (r q) s -> b g r q s", q=queries)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -38,7 +41,7 @@ def attend(
     weights = weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-30)
     seen = visible.any(1)[:, None, :, None]
     weights = rearrange(weights, "b g r q s -> b g (r q) s").astype(q.dtype)
-    out = jnp.einsum("bgns,bgsc->bgnc", weights, jnp.where(seen, values, 0), precision=exact)
+    out = _product(weights, jnp.where(seen, values, 0), transposed=False)
     return rearrange(out.astype(q.dtype), "b g (r q) c -> b q (g r) c", q=queries)
 
 
@@ -46,3 +49,13 @@ def _visible(q_pos, key_pos, window) -> jax.Array:
     q, key = q_pos[:, :, None], key_pos[:, None, :]
     ok = (key >= 0) & (key <= q)
     return ok if window is None else ok & (key > q - window)
+
+
+def _product(a: jax.Array, b: jax.Array, transposed: bool) -> jax.Array:
+    """float32 ``[B G N M]`` product per row and head; ``transposed``: contract the last axis of both."""
+    options = {"precision": precision_of(a.dtype), "preferred_element_type": jnp.float32}
+    contract = (((1,), (1 if transposed else 0,)), ((), ()))
+    if jax.default_backend() == "cpu" and a.shape[0] * a.shape[1] <= _CPU_UNROLLED:
+        one = lambda i, g: jax.lax.dot_general(a[i, g], b[i, g], contract, **options)  # noqa: E731
+        return jnp.stack([jnp.stack([one(i, g) for g in range(a.shape[1])]) for i in range(a.shape[0])])
+    return jnp.einsum("bgnk,bgmk->bgnm" if transposed else "bgnk,bgkm->bgnm", a, b, **options)

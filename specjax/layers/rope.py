@@ -142,4 +142,4 @@ def rotate(
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     a, b = first.astype(jnp.float32), second.astype(jnp.float32)
     out = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
-    return jnp.concatenate(out + [rest], -1)
+    return jnp.concatenate([*out, rest], -1)

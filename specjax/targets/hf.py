@@ -7,7 +7,8 @@ from typing import Any
 #: Keys that never change what the network computes.
 NEUTRAL = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id",
-    "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "initializer_range", "_name_or_path", "name_or_path",
+    "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "initializer_range",
+    "_name_or_path", "name_or_path",
     "attention_dropout", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "auto_map",
     "is_llama_config", "rope_interleaved", "transformers.js_config", "return_dict", "output_hidden_states",
     "output_attentions", "torchscript", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id",
@@ -18,9 +19,7 @@ NEUTRAL = {
 }  # fmt: skip
 
 
-def check_config(
-    hf: Mapping[str, Any], known: Collection[str], fixed: Mapping[str, tuple[Any, ...]]
-) -> None:
+def check_config(hf: Mapping[str, Any], known: Collection[str], fixed: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise ValueError on a setting this family does not implement; warn about one it has never heard of.
 
     ``fixed`` maps keys to the values that are supported. ``quantization_config`` is refused. A key that is
@@ -29,7 +28,9 @@ def check_config(
     name = hf.get("model_type", "this model")
     if hf.get("quantization_config"):
         method = hf["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(f"{name}: weights quantised with {method!r} are not supported; use an unquantised checkpoint")
+        raise ValueError(
+            f"{name}: weights quantised with {method!r} are not supported; use an unquantised checkpoint"
+        )
     for key, values in fixed.items():
         if key in hf and hf[key] not in values:
             raise ValueError(f"{name}: config has {key}={hf[key]!r}; supported: {list(values)}")
@@ -49,4 +50,6 @@ def only_full_attention(hf: Mapping[str, Any]) -> None:
     """ValueError when ``layer_types`` asks for anything but full attention."""
     other = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
     if other:
-        raise ValueError(f"{hf.get('model_type')}: config has layer type(s) {other}; supported: full_attention")
+        raise ValueError(
+            f"{hf.get('model_type')}: config has layer type(s) {other}; supported: full_attention"
+        )

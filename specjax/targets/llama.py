@@ -52,21 +52,21 @@ def common_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     heads, width = int(hf["num_attention_heads"]), int(hf["hidden_size"])
     head_dim = int(hf.get("head_dim") or width // heads)
     qwen = hf.get("model_type") == "qwen2"
-    return dict(
-        vocab_size=int(hf["vocab_size"]),
-        hidden_size=width,
-        num_layers=int(hf["num_hidden_layers"]),
-        heads=heads,
-        kv_heads=int(hf.get("num_key_value_heads") or heads),
-        head_dim=head_dim,
-        mlp_size=int(hf["intermediate_size"]),
-        max_positions=int(hf["max_position_embeddings"]),
-        eps=float(hf.get("rms_norm_eps", 1e-6)),
-        rope=rope_config(hf, head_dim),
-        tied=bool(hf.get("tie_word_embeddings", False)),
-        qkv_bias=qwen or bool(hf.get("attention_bias", False)),
-        o_bias=not qwen and bool(hf.get("attention_bias", False)),
-    )
+    return {
+        "vocab_size": int(hf["vocab_size"]),
+        "hidden_size": width,
+        "num_layers": int(hf["num_hidden_layers"]),
+        "heads": heads,
+        "kv_heads": int(hf.get("num_key_value_heads") or heads),
+        "head_dim": head_dim,
+        "mlp_size": int(hf["intermediate_size"]),
+        "max_positions": int(hf["max_position_embeddings"]),
+        "eps": float(hf.get("rms_norm_eps", 1e-6)),
+        "rope": rope_config(hf, head_dim),
+        "tied": bool(hf.get("tie_word_embeddings", False)),
+        "qkv_bias": qwen or bool(hf.get("attention_bias", False)),
+        "o_bias": not qwen and bool(hf.get("attention_bias", False)),
+    }
 
 
 KNOWN = {
@@ -139,18 +139,18 @@ def attention_specs(cfg: Config, prefix: str) -> dict[str, ArraySpec | None]:
     bias = lambda name, n, axis: (  # noqa: E731
         spec(f"self_attn.{name}_proj.bias", (n, c), (axis, None), "zeros") if cfg.qkv_bias else None
     )
-    return dict(
-        attn_norm=spec("input_layernorm.weight", (d,), (None,), "ones"),
-        q=spec("self_attn.q_proj.weight", (h, c, d), ("heads", None, None)),
-        k=spec("self_attn.k_proj.weight", (g, c, d), ("kv_heads", None, None)),
-        v=spec("self_attn.v_proj.weight", (g, c, d), ("kv_heads", None, None)),
-        o=spec("self_attn.o_proj.weight", (d, h, c), (None, "heads", None)),
-        q_bias=bias("q", h, "heads"),
-        k_bias=bias("k", g, "kv_heads"),
-        v_bias=bias("v", g, "kv_heads"),
-        o_bias=spec("self_attn.o_proj.bias", (d,), (None,), "zeros") if cfg.o_bias else None,
-        mlp_norm=spec("post_attention_layernorm.weight", (d,), (None,), "ones"),
-    )
+    return {
+        "attn_norm": spec("input_layernorm.weight", (d,), (None,), "ones"),
+        "q": spec("self_attn.q_proj.weight", (h, c, d), ("heads", None, None)),
+        "k": spec("self_attn.k_proj.weight", (g, c, d), ("kv_heads", None, None)),
+        "v": spec("self_attn.v_proj.weight", (g, c, d), ("kv_heads", None, None)),
+        "o": spec("self_attn.o_proj.weight", (d, h, c), (None, "heads", None)),
+        "q_bias": bias("q", h, "heads"),
+        "k_bias": bias("k", g, "kv_heads"),
+        "v_bias": bias("v", g, "kv_heads"),
+        "o_bias": spec("self_attn.o_proj.bias", (d,), (None,), "zeros") if cfg.o_bias else None,
+        "mlp_norm": spec("post_attention_layernorm.weight", (d,), (None,), "ones"),
+    }
 
 
 def init_cache(cfg: Config, rows: int, slots: int, q_max: int, dtype) -> tuple[DenseKV, ...]:

@@ -106,7 +106,7 @@ class Layer:
 def abstract(cfg: Config) -> Weights:
     """Weight struct of ArraySpecs."""
     layers = tuple(_abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers))
-    return llama.abstract(cfg).replace(layers=layers)
+    return dataclasses.replace(llama.abstract(cfg), layers=layers)
 
 
 def _abstract_layer(cfg: Config, index: int, prefix: str) -> Layer:

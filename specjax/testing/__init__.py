@@ -1,7 +1,9 @@
 """Helpers for tests of specjax and of drafters written for it.
 
-``tiny_params`` makes a small random target; the drafters in capitals misbehave on purpose and are named
-``"specjax.testing:ALWAYS_WRONG"`` and so on; ``chisquare`` compares counts with exact probabilities.
+``tiny_params`` makes a small random Llama, ``sliding_params`` one with windows and ring caches,
+``micro_params`` a table of logits whose law is known exactly. The drafters in capitals misbehave on purpose
+and are named ``"specjax.testing:ALWAYS_WRONG"`` and so on; ``TOLD`` takes its script as weights, so that one
+compiled program serves all of them. ``chisquare`` compares counts with exact probabilities.
 """
 
 from specjax.testing.drafters import (
@@ -14,9 +16,12 @@ from specjax.testing.drafters import (
     Scripted,
     script,
 )
+from specjax.testing.micro import micro_params
 from specjax.testing.models import tiny_config, tiny_params
 from specjax.testing.sampled import SAMPLED, SELF, Bigram, SelfConfig, bigram
+from specjax.testing.sliding import sliding_params
 from specjax.testing.stats import chisquare, histogram, joint_law
+from specjax.testing.told import TOLD, TOLD_VARIABLE, WITNESS, ToldConfig, telling
 
 __all__ = [
     "ALWAYS_RIGHT",
@@ -26,15 +31,22 @@ __all__ = [
     "SAMPLED",
     "SELF",
     "STOP_INSIDE",
+    "TOLD",
+    "TOLD_VARIABLE",
+    "WITNESS",
     "Bigram",
     "Script",
     "Scripted",
     "SelfConfig",
+    "ToldConfig",
     "bigram",
     "chisquare",
     "histogram",
     "joint_law",
+    "micro_params",
     "script",
+    "sliding_params",
+    "telling",
     "tiny_config",
     "tiny_params",
 ]

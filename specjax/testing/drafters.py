@@ -96,19 +96,28 @@ class Scripted:
 
 def continuation(cfg: Script, k: int, ctx: Ctx) -> Row:
     """The next ``k`` reference tokens of each row, found by its prompt."""
-    texts, prompts, ends = _table(cfg, k)
+    return follow(*(jnp.asarray(x) for x in _table(cfg, k)), k, ctx)[0]
+
+
+def follow(
+    texts: Int[Array, "N L"], prompts: Int[Array, " N"], ends: Int[Array, " N"], k: int, ctx: Ctx
+) -> tuple[Row, Int[Array, " B"]]:
+    """The next ``k`` tokens of each row and the index of the text it follows.
+
+    ``texts`` are prompts with their continuations, ``prompts`` and ``ends`` the lengths of both; the texts
+    are padded by at least ``k``.
+    """
     size = min(texts.shape[1], ctx.tokens.shape[1])
-    place = np.arange(size)
-    inside = place < prompts[:, None]
+    inside = np.arange(size) < prompts[:, None]
     same = (ctx.tokens[:, None, :size] == texts[:, :size]) | ~inside
     fits = same.all(-1) & (prompts <= ctx.length[:, None])
     best = jnp.argmax(jnp.where(fits, prompts, 0), axis=1)
     length = ctx.length[:, None]
     at = length + jnp.arange(k, dtype=jnp.int32)
-    right = jnp.asarray(texts)[best[:, None], jnp.minimum(at, texts.shape[1] - 1)]
-    left = jnp.clip(jnp.asarray(ends)[best] - ctx.length, 0, k)
+    right = texts[best[:, None], jnp.minimum(at, texts.shape[1] - 1)]
+    left = jnp.clip(ends[best] - ctx.length, 0, k)
     count = jnp.where(fits.any(-1), left, 0)
-    return Row(right, count, at - jnp.asarray(prompts)[best][:, None], ctx.length, ctx.anchor)
+    return Row(right, count, at - prompts[best][:, None], ctx.length, ctx.anchor), best
 
 
 def _table(cfg: Script, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

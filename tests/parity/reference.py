@@ -7,50 +7,67 @@ import numpy as np
 import torch
 import transformers
 
-COMMON = dict(
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    hidden_act="silu",
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=1e4,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=32,
-)
-YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32)
-MOE = dict(head_dim=32, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-6)
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+QWEN3 = {"rms_norm_eps": 1e-6, "head_dim": 32}
+MOE = {
+    "head_dim": 32,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def _rope(theta: float) -> dict:
-    return dict(rope_type="default", rope_theta=theta)
+    return {"rope_type": "default", "rope_theta": theta}
 
 
 #: name -> (class stem, settings beyond COMMON)
 MODELS = {
-    "llama": ("Llama", dict(rms_norm_eps=1e-5, tie_word_embeddings=True, rope_parameters=_rope(1e5))),
-    "llama3_rope": ("Llama", dict(rms_norm_eps=1e-5, tie_word_embeddings=False, rope_parameters=LLAMA3)),
-    "llama_bias": ("Llama", dict(rms_norm_eps=1e-5, attention_bias=True, rope_parameters=_rope(1e4))),
-    "qwen2": ("Qwen2", dict(rms_norm_eps=1e-6, tie_word_embeddings=False, rope_parameters=_rope(1e6))),
-    "qwen3": ("Qwen3", dict(rms_norm_eps=1e-6, head_dim=32, tie_word_embeddings=True, rope_parameters=_rope(1e6))),
-    "qwen3_yarn": ("Qwen3", dict(rms_norm_eps=1e-6, head_dim=32, rope_parameters=YARN)),
+    "llama": ("Llama", {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_parameters": _rope(1e5)}),
+    "llama3_rope": ("Llama", {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_parameters": LLAMA3}),
+    "llama_bias": ("Llama", {"rms_norm_eps": 1e-5, "attention_bias": True, "rope_parameters": _rope(1e4)}),
+    "qwen2": ("Qwen2", {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_parameters": _rope(1e6)}),
+    "qwen3": (
+        "Qwen3",
+        QWEN3 | {"tie_word_embeddings": True, "rope_parameters": _rope(1e6)},
+    ),
+    "qwen3_yarn": ("Qwen3", QWEN3 | {"rope_parameters": YARN}),
     "qwen3_moe": (
         "Qwen3Moe",
-        MOE | dict(norm_topk_prob=True, decoder_sparse_step=1, tie_word_embeddings=False, rope_parameters=_rope(1e6)),
+        MOE
+        | {
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "tie_word_embeddings": False,
+            "rope_parameters": _rope(1e6),
+        },
     ),
     "qwen3_moe_mixed": (
         "Qwen3Moe",
-        MOE | dict(num_hidden_layers=4, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[1]),
+        MOE
+        | {"num_hidden_layers": 4, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
     ),
 }
 
@@ -99,4 +116,4 @@ def answer(model, ids: np.ndarray) -> Answer:
         out = model(torch.tensor(ids), output_hidden_states=True, use_cache=False)
     hook.remove()
     states = [h.numpy() for h in out.hidden_states]  # the last of these is normed
-    return Answer(ids, out.logits.numpy(), states[:-1] + [residual[0].numpy()], states[-1])
+    return Answer(ids, out.logits.numpy(), [*states[:-1], residual[0].numpy()], states[-1])

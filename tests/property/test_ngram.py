@@ -42,6 +42,7 @@ def drafts(cfg, k, rows, garbage=0):
     tokens, count = propose(cfg, k, buffer, np.array([len(r) for r in rows], np.int32))
     assert tokens.shape == (len(rows), k)
     assert tokens.dtype == count.dtype == np.int32
+    assert np.all((count >= 0) & (count <= k))
     return [list(map(int, t[:c])) for t, c in zip(np.asarray(tokens), np.asarray(count), strict=True)]
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import json
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -225,7 +227,33 @@ def test_chat_interrupt_keeps_the_text(api):
     assert (result.exit_code, result.stdout) == (130, "blue \n")
 
 
-OPTIONS = ["max_new_tokens", "k", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n", "stop", "ignore_eos", "rule", "rows", "max_len", "logprobs", "loop", "chat_template", "chat_template_kwargs", "verbose", "drafter", "dtype", "speculative_config"]
+OPTIONS = [
+    "max_new_tokens",
+    "k",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "n",
+    "stop",
+    "ignore_eos",
+    "rule",
+    "rows",
+    "max_len",
+    "logprobs",
+    "loop",
+    "chat_template",
+    "chat_template_kwargs",
+    "verbose",
+    "drafter",
+    "dtype",
+    "speculative_config",
+]
 
 
 def test_options_have_the_python_names():
@@ -258,3 +286,56 @@ def test_help_names_every_command():
     text = run("--help").stdout
     assert all(name in text for name in ("generate", "chat", "demo", "doctor"))
     assert "demo" in sys.modules[demo_module.__name__].__doc__
+
+
+def specjax_command(*arguments, **keywords):
+    command = [sys.executable, "-m", "specjax.cli", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **keywords)
+
+
+@pytest.mark.real
+def test_real_model_end_to_end():
+    plain = specjax_command("generate", "smollm2-135m", "Count from one to five.", "--max-new-tokens", "12")
+    text, noise = plain.communicate(timeout=300)
+    assert (plain.returncode, noise) == (0, "")
+    drafted = specjax_command(
+        "generate",
+        "smollm2-135m",
+        "Count from one to five.",
+        "--max-new-tokens",
+        "12",
+        "--drafter",
+        "ngram",
+        "--json",
+    )
+    record = json.loads(drafted.communicate(timeout=300)[0])
+    assert record["text"] == text.rstrip("\n")
+    assert record["finish_reason"] in ("stop", "length")
+    assert record["stats"]["seed"] == 0
+
+
+@pytest.mark.real
+def test_real_interrupt_keeps_the_text():
+    running = specjax_command(
+        "generate", "smollm2-135m", "Tell a long story.", "--max-new-tokens", "1500", "--ignore-eos"
+    )
+    first = running.stdout.read(20)  # decoding has begun
+    running.send_signal(signal.SIGINT)
+    rest, noise = running.communicate(timeout=120)
+    assert (running.returncode, noise) == (130, "")
+    assert first.strip()
+    assert rest.endswith("\n")
+
+
+def test_real_errors_exit_with_two():
+    failed = specjax_command("generate", "no-such-model", "x")
+    text, noise = failed.communicate(timeout=120)
+    assert (failed.returncode, text) == (2, "")
+    assert noise.startswith("error: unknown model 'no-such-model'")
+    assert "Traceback" not in noise
+
+
+def test_real_prompt_checks_come_before_compiling():
+    failed = specjax_command("generate", "tiny", "")
+    assert failed.communicate(timeout=120)[1].startswith("error: the prompt is an empty string")
+    assert failed.returncode == 2

@@ -80,8 +80,9 @@ def test_contract():
 
 
 def test_defaults():
-    assert ngram.default("cpu") == ngram.Config(ngram.DEFAULT_K["cpu"], 3, 1, "recent")
-    assert ngram.default("gpu").k == ngram.DEFAULT_K["gpu"]
+    for platform, k in ngram.DEFAULT_K.items():
+        cfg = ngram.default(platform)
+        assert (cfg.k, cfg.lookup_max, cfg.lookup_min, cfg.match) == (k, 3, 1, "recent")
     assert ngram.default("another") == ngram.default("gpu")
 
 

@@ -47,7 +47,7 @@ def test_names_are_listed_and_resolve_lazily():
     for name in specjax.__all__:
         assert getattr(specjax, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'decoed'"):
-        specjax.decoed
+        _ = specjax.decoed
 
 
 def test_stub_and_table_name_the_same_things():
@@ -170,3 +170,21 @@ def test_progress_lines_when_asked(capsys):
         inner("inner")
         mute("nothing")
     assert capsys.readouterr().err.split() == ["outer", "inner"]
+
+
+def test_progress_counters_do_not_flood(capsys):
+    with progress.line(verbose=True) as say:
+        for i in range(100):
+            say(f"loading: {i}/100")
+        say("compiling")
+    assert capsys.readouterr().err.splitlines() == ["loading: 0/100", "compiling"]
+
+
+def test_functions_stay_functions_whatever_is_imported_first():
+    code = (
+        "import importlib, pkgutil, specjax\n"
+        "for m in pkgutil.walk_packages(specjax.__path__, 'specjax.'): importlib.import_module(m.name)\n"
+        "print([n for n in specjax.__all__ if n not in ('checkpoints', '__version__')"
+        " and not callable(getattr(specjax, n))])"
+    )
+    assert python(code).strip() == "[]"
