@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -288,41 +289,40 @@ def test_help_names_every_command():
     assert "demo" in sys.modules[demo_module.__name__].__doc__
 
 
-def specjax_command(*arguments, **keywords):
+def specjax_command(*arguments, **env):
     command = [sys.executable, "-m", "specjax.cli", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **keywords)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=os.environ | env, **pipes)
 
 
 @pytest.mark.real
-def test_real_model_end_to_end():
-    plain = specjax_command("generate", "smollm2-135m", "Count from one to five.", "--max-new-tokens", "12")
-    text, noise = plain.communicate(timeout=300)
+def test_real_model_end_to_end(tmp_path):
+    def generate(prompt, budget, *more):
+        arguments = (
+            "generate",
+            "smollm2-135m",
+            prompt,
+            "--max-new-tokens",
+            budget,
+            "--max-len",
+            "1024",
+            *more,
+        )
+        return specjax_command(*arguments, SPECJAX_CACHE=str(tmp_path))
+
+    plain = generate("Count from one to five.", "12")
+    text, noise = plain.communicate(timeout=600)
     assert (plain.returncode, noise) == (0, "")
-    drafted = specjax_command(
-        "generate",
-        "smollm2-135m",
-        "Count from one to five.",
-        "--max-new-tokens",
-        "12",
-        "--drafter",
-        "ngram",
-        "--json",
-    )
-    record = json.loads(drafted.communicate(timeout=300)[0])
+    drafted = generate("Count from one to five.", "12", "--drafter", "ngram", "--json")
+    record = json.loads(drafted.communicate(timeout=600)[0])
     assert record["text"] == text.rstrip("\n")
     assert record["finish_reason"] in ("stop", "length")
     assert record["stats"]["seed"] == 0
-
-
-@pytest.mark.real
-def test_real_interrupt_keeps_the_text():
-    running = specjax_command(
-        "generate", "smollm2-135m", "Tell a long story.", "--max-new-tokens", "1500", "--ignore-eos"
-    )
-    first = running.stdout.read(20)  # decoding has begun
-    running.send_signal(signal.SIGINT)
-    rest, noise = running.communicate(timeout=120)
-    assert (running.returncode, noise) == (130, "")
+    interrupted = generate("Tell a story.", "900", "--ignore-eos")
+    first = interrupted.stdout.read(20)  # decoding has begun
+    interrupted.send_signal(signal.SIGINT)
+    rest, noise = interrupted.communicate(timeout=120)
+    assert (interrupted.returncode, noise) == (130, "")
     assert first.strip()
     assert rest.endswith("\n")
 

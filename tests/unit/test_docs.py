@@ -16,7 +16,9 @@ def _examples(page: Path) -> str:
 def _cases():
     for page in PAGES:
         if code := _examples(page):
-            marks = pytest.mark.real if "smollm2" in code else ()
+            marks = (
+                (pytest.mark.real, pytest.mark.long) if "smollm2" in code else ()
+            )  # long: many compilations
             yield pytest.param(page, marks=marks, id=page.name)
 
 
