@@ -63,7 +63,8 @@ def torch_model(params: specjax.Params) -> transformers.LlamaForCausalLM:
     own = model.state_dict()
     loaded = {k: torch.from_numpy(np.array(v)).reshape(own[k].shape) for k, v in state.items()}
     missing = model.load_state_dict(loaded, strict=False)
-    assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys, missing
+    assert set(missing.missing_keys) <= {"lm_head.weight"}, missing
+    assert not missing.unexpected_keys, missing
     return model
 
 
@@ -163,7 +164,9 @@ def main() -> None:
     model = torch_model(plain)
     tokenizer = specjax.checkpoints.tokenizer.get(plain.meta.tokenizer_id)
     ask = lambda text: tokenizer.chat([{"role": "user", "content": text}], add_generation_prompt=True)  # noqa: E731
-    sets = {name: [list(map(int, ask(p))) for p in prompts(name)[: args.limit]] for name in args.sets.split(",")}
+    sets = {
+        name: [list(map(int, ask(p))) for p in prompts(name)[: args.limit]] for name in args.sets.split(",")
+    }
     contenders = {
         "transformers": Torch(model),
         "specjax plain": Ours(plain),
@@ -181,7 +184,9 @@ def main() -> None:
     pairs = sum(len(v) for v in sets.values())
     print(f"plain and n-gram ids: {pairs - len(differing)} of {pairs} identical; differing: {differing}")
     if args.out:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
         report = {
             "date": datetime.date.today().isoformat(), "commit": commit, "device": cpu_name(), "threads": 1,
             "dtype": "float32", "model": "SmolLM2-135M-Instruct (Q4_1 dequantised)", "new_tokens": args.tokens,

@@ -48,7 +48,9 @@ def main() -> int:
     print(f"{sum(r['identical'] for r in rows)} of {len(rows)} identical, {len(wrong)} beyond a near-tie")
     if args.out:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        args.out.write_text(json.dumps({"tokens": args.tokens, "versions": versions, "rows": rows}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"tokens": args.tokens, "versions": versions, "rows": rows}, indent=1) + "\n"
+        )
     return bool(wrong)
 
 

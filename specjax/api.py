@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from specjax import checkpoints, config, registry
-from specjax import generate as _generate
-from specjax.identity import Report
+from specjax import checkpoints, config, generate as _generate, registry
 from specjax.conversation import Conversation
 from specjax.core import round as _round
 from specjax.core.loop import host_state, prefill_rows
 from specjax.core.platform import backend, default_dtype
 from specjax.estimate import Explanation
+from specjax.identity import Report
 from specjax.progress import line
 from specjax.results import Piece, Result
 from specjax.types import Params, Proposal, State, Verdict
@@ -75,6 +74,7 @@ def _dtype(dtype: Any, auto: str | None) -> Any:
 
 def _from_checkpoint(source, dtype, say) -> Params:
     progress = lambda done, total, name: say(f"loading {source.name}: {done}/{total} {name}")  # noqa: E731
+    say(f"loading {source.name} as {dtype}")
     loaded = checkpoints.load_target(source, dtype, progress)
     meta = config.Meta(
         family=loaded.family,
@@ -118,16 +118,18 @@ def _drafting(drafter: Any, speculative_config: Any) -> tuple[str, dict[str, Any
 def _known(name: str) -> None:
     if not isinstance(name, str):
         raise ValueError(f"drafter must be a method name or a module, got {type(name).__name__}")
-    registry.drafter(name)
+    try:
+        registry.drafter(name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"drafter {name!r} cannot be imported: {error}") from error
 
 
 def _attach(params: Params, name: str, keys: dict[str, Any] | None) -> Params:
     module = registry.drafter(name)
-    if keys is None:
-        cfg = module.default(backend())
-    else:
-        cfg = module.config(keys, params.meta.target_cfg)
-    return params.replace(meta=dataclasses.replace(params.meta, drafter=name, drafter_cfg=cfg))
+    if keys is None and not hasattr(module, "default"):
+        raise ValueError(f"drafter {name!r} has no default settings: pass them as speculative_config={{...}}")
+    cfg = module.default(backend()) if keys is None else module.config(keys, params.meta.target_cfg)
+    return dataclasses.replace(params, meta=dataclasses.replace(params.meta, drafter=name, drafter_cfg=cfg))
 
 
 def decode(params: Params, prompt: Any, **options: Any) -> Result:
@@ -155,13 +157,15 @@ def decode(params: Params, prompt: Any, **options: Any) -> Result:
         prefill_chunk, rounds: prompt tokens per prefill pass, rounds per device call (at most 16).
         verbose: progress: None = only on a terminal, False = never, True = always.
 
-        Sampling options, ``seed`` and ``max_new_tokens`` also take a list with one value per prompt.
+        Sampling options, ``seed`` and ``max_new_tokens`` also take a list with one value per prompt (None
+        in it: the default).
 
     Returns:
         :class:`specjax.results.Result`: text, tokens, finish_reason, logprobs, stats; lists for a list.
 
     Raises:
         ValueError: anything wrong with the request, before compiling.
+        TypeError: an option that does not exist.
         FloatingPointError: the target's logits are not finite.
     """
     return _generate.decode(params, prompt, **options)
@@ -173,7 +177,7 @@ def stream(params: Params, prompt: Any, **options: Any) -> Iterator[Piece]:
 
 
 def chat(params: Params, system: str | None = None, **options: Any) -> Conversation:
-    """A conversation that keeps its state between turns; ``options`` are those of :func:`decode`."""
+    """A conversation that keeps its state between turns; ``options`` are those of :func:`decode`, for every turn."""
     return Conversation(params, system, **options)
 
 
@@ -210,6 +214,8 @@ def start(params: Params, prompt: Any, *, seed: int | None = None, **options: An
     call = _generate.plan(params, prompt, seed=0 if seed is None else seed, **options)
     if seed is None and "temperature" in call.program.flags:
         raise ValueError("sampling needs a key: pass seed=")
+    if any(job.options.stop_strings for job in call.jobs):
+        raise ValueError("start takes stop ids only: stop strings are found on the host, by decode and stream")
     program = dataclasses.replace(call.program, rows=len(call.jobs))
     call.program = program
     engine = call.engines()[0]
@@ -223,9 +229,8 @@ def draft_step(
 
     ``key`` replaces the rows' own keys. Raises ValueError when sampling without any key.
     """
-    meta = params.meta
-    width = 0 if meta.drafter is None else config.positive("k", meta.drafter_cfg.k if k is None else k)
-    return _round.draft(meta.pair, (params.target, params.drafter), _keyed(state, key), width)
+    width = _generate.width(params.meta, k)
+    return _round.draft(params.meta.pair, (params.target, params.drafter), _keyed(state, key), width)
 
 
 def verify_step(
@@ -248,14 +253,14 @@ def verify_step(
     state, verdict, _ = _round.verify(
         params.meta.pair, weights, _keyed(state, key), proposal, chosen, logprobs
     )
-    return state, verdict if logprobs else verdict.replace(logprobs=None)
+    return state, verdict if logprobs else dataclasses.replace(verdict, logprobs=None)
 
 
 def _keyed(state: State, key: Array | None) -> State:
-    if key is not None:
+    if key is not None and not state.sampling.greedy:
         rows = jnp.arange(state.length.shape[0])
         data = jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, rows))
-        return state.replace(key_data=data)
+        return dataclasses.replace(state, key_data=data)
     if not state.sampling.greedy and state.key_data is None:
         raise ValueError("sampling needs a key: pass key=, or start the state with seed=")
     return state

@@ -261,6 +261,7 @@ def _errors(verbose: bool | None) -> Iterator[None]:
 
 def main() -> None:
     """Entry point of the ``specjax`` command."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed and not missed
     app()
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from specjax import registry
@@ -62,7 +63,9 @@ def from_dict(cls: type, data: Mapping[str, Any]) -> Any:
             continue
         value, kinds = data[field.name], (hints[field.name], *typing.get_args(hints[field.name]))
         nested = next((k for k in kinds if dataclasses.is_dataclass(k)), None)
-        out[field.name] = from_dict(nested, value) if nested and isinstance(value, Mapping) else _tuples(value)
+        out[field.name] = (
+            from_dict(nested, value) if nested and isinstance(value, Mapping) else _tuples(value)
+        )
     unknown = sorted(set(data) - {f.name for f in dataclasses.fields(cls)})
     if unknown:
         raise ValueError(f"{cls.__module__}.{cls.__name__} has no field(s) {unknown}")
@@ -126,6 +129,7 @@ def prefill_bucket(n: int, chunk: int) -> int:
     return min(size, chunk)
 
 
+FLOAT32_MAX, FLOAT32_TINY = 3.4028234e38, 1.1754944e-38
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -150,7 +154,7 @@ class Options:
     def __post_init__(self):
         _integer("max_new_tokens", self.max_new_tokens, 0)
         _number("temperature", self.temperature, 0.0, math.inf)
-        _integer("top_k", self.top_k, 0)
+        _integer("top_k", self.top_k, 0, 2**31 - 1)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
@@ -170,17 +174,19 @@ class Options:
         return on
 
 
-def _integer(name: str, value: Any, low: int) -> None:
+def _integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an integer, got {value!r}")
     if value < low:
         raise ValueError(f"{name} must be at least {low}, got {value}")
+    if value > high:
+        raise ValueError(f"{name} must be at most {high}, got {value}")
 
 
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= FLOAT32_MAX:
         raise ValueError(f"{name} must be a finite number, got {value!r}")
-    if value < low or value > high or (open_low and value == low):
+    if value < low or value > high or (open_low and value < low + FLOAT32_TINY):
         bracket = "(" if open_low else "["
         raise ValueError(f"{name} must be in {bracket}{low}, {high}], got {value}")
 
@@ -198,9 +204,11 @@ def as_config_dict(value: Any) -> dict[str, Any]:
     text = str(value)
     if not text.lstrip().startswith("{"):
         try:
-            text = open(text, encoding="utf-8").read()
+            text = Path(text).read_text("utf-8")
         except OSError as error:
-            raise ValueError(f"speculative_config is neither a JSON object nor a readable file: {error}") from None
+            raise ValueError(
+                f"speculative_config is neither a JSON object nor a readable file: {error}"
+            ) from None
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -214,6 +222,8 @@ def per_request(name: str, value: Any, n: int) -> list[Any]:
     """One value per request: a scalar is repeated, a sequence must have ``n`` entries."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != n:
-            raise ValueError(f"{name} has {len(value)} values for {n} prompt(s); give one value or one per prompt")
+            raise ValueError(
+                f"{name} has {len(value)} values for {n} prompt(s); give one value or one per prompt"
+            )
         return list(value)
     return [value] * n

@@ -102,7 +102,9 @@ class Conversation:
         kept = self._state
         if program != self._program:
             kept = _grow(engine.init(host_state(program, [job])), kept)
-        return host_state(program, [job]).replace(target=kept.target, drafter=kept.drafter), start
+        return dataclasses.replace(
+            host_state(program, [job]), target=kept.target, drafter=kept.drafter
+        ), start
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
@@ -129,4 +131,4 @@ def _grow(empty: State, old: State) -> State:
         return new.at[n].set(held[n])
 
     target, drafter = jax.tree.map(copy, (empty.target, empty.drafter), (old.target, old.drafter))
-    return empty.replace(target=target, drafter=drafter)
+    return dataclasses.replace(empty, target=target, drafter=drafter)

@@ -29,7 +29,11 @@ class Explanation:
     @property
     def total_bytes(self) -> int:
         return (
-            self.target_bytes + self.drafter_bytes + self.cache_bytes + self.drafter_state_bytes + self.logit_bytes
+            self.target_bytes
+            + self.drafter_bytes
+            + self.cache_bytes
+            + self.drafter_state_bytes
+            + self.logit_bytes
         )
 
     def __str__(self) -> str:

@@ -1,7 +1,10 @@
 """From a prompt and keywords to decoded text: validation, program choice, the loop, results."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import difflib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -9,6 +12,8 @@ import numpy as np
 
 from specjax import checkpoints, metrics, prompts, registry
 from specjax.config import (
+    FLOAT32_MAX,
+    PENALTIES,
     STOP_BUCKET,
     Meta,
     Options,
@@ -54,12 +59,36 @@ class Call:
             return main, main
         return main, Engine(dataclasses.replace(self.program, rows=1), weights, self._announce)
 
-    def _announce(self, text: str) -> None:
+    @contextlib.contextmanager
+    def _announce(self, text: str) -> Iterator[None]:
         with line(self.verbose) as say:
             say(text + "; about a minute the first time for a large model")
+            yield
 
 
-def plan(
+def plan(params: Params, prompt: Any, **options: Any) -> Call:
+    """Validate everything on the host; raises ValueError or TypeError before anything compiles."""
+    check_names(options)
+    return _plan(params, prompt, **{name: _plain(value) for name, value in options.items()})
+
+
+def check_names(options: Iterable[str]) -> None:
+    """TypeError for an option that does not exist, with the ones that do."""
+    for name in options:
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, OPTIONS, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise TypeError(f"unknown option {name!r}; {hint}known: {', '.join(OPTIONS)}")
+
+
+def _plain(value: Any) -> Any:
+    """Numpy and jax values as Python ones."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _plan(
     params: Params,
     prompt: Any,
     *,
@@ -72,7 +101,7 @@ def plan(
     repetition_penalty: Any = None,
     presence_penalty: Any = None,
     frequency_penalty: Any = None,
-    logit_bias: Mapping[int, float] | None = None,
+    logit_bias: Any = None,
     seed: int | list[int] = 0,
     n: int = 1,
     stop: Any = None,
@@ -88,7 +117,6 @@ def plan(
     rounds: int = ROUNDS,
     verbose: bool | None = None,
 ) -> Call:
-    """Validate everything on the host; raises ValueError before anything compiles."""
     meta = _meta(params)
     given = prompts.encode(meta, prompt, chat_template, chat_template_kwargs)
     sampling = {name: value for name, value in locals().items() if name in _SAMPLING}
@@ -96,13 +124,17 @@ def plan(
     jobs = _jobs(given.ids, options, positive("n", n))
     for job in jobs:
         _watch(meta, job)
-    program = _program(params, jobs, _width(meta, k), rule, rows, max_len, bool(logprobs), seed)
+    logprobs = _switch("logprobs", logprobs)
+    program = _program(params, jobs, width(meta, k), rule, rows, max_len, logprobs)
     if loop not in ("device", "host"):
         raise ValueError(f"loop must be 'device' or 'host', got {loop!r}")
     if positive("prefill_chunk", prefill_chunk) & (prefill_chunk - 1):
         raise ValueError(f"prefill_chunk must be a power of two, got {prefill_chunk}")
     drive = Driving(loop, min(positive("rounds", rounds), ROUNDS), prefill_chunk)
-    return Call(params, jobs, program, drive, n, given.single, bool(logprobs), verbose)
+    return Call(params, jobs, program, drive, n, given.single, logprobs, verbose)
+
+
+OPTIONS = tuple(inspect.signature(_plan).parameters)[2:]
 
 
 def _meta(params: Params) -> Meta:
@@ -113,17 +145,26 @@ def _meta(params: Params) -> Meta:
 
 def _options(meta: Meta, ids, sampling, max_new_tokens, logit_bias, seed, stop, ignore_eos) -> list[Options]:
     sampling = _defaults(meta, sampling)
-    stop_ids, stop_strings = _stops(meta, stop, ignore_eos)
-    common = {"logit_bias": _bias(meta, logit_bias), "stop_ids": stop_ids, "stop_strings": stop_strings}
+    stop_ids, stop_strings = _stops(meta, stop, _switch("ignore_eos", ignore_eos))
+    common = {"stop_ids": stop_ids, "stop_strings": stop_strings}
     columns = {name: per_request(name, value, len(ids)) for name, value in sampling.items()}
-    columns["seed"] = per_request("seed", seed, len(ids))
+    columns["logit_bias"] = [_bias(meta, bias) for bias in per_request("logit_bias", logit_bias, len(ids))]
     columns["max_new_tokens"] = [
         _budget(meta, len(row), value)
         for row, value in zip(ids, per_request("max_new_tokens", max_new_tokens, len(ids)), strict=True)
     ]
-    return [
-        Options(**common, **{name: column[i] for name, column in columns.items()}) for i in range(len(ids))
+    seeds = per_request("seed", seed, len(ids))
+    given = [
+        {name: column[i] for name, column in columns.items() if column[i] is not None}
+        for i in range(len(ids))
     ]
+    return [Options(seed=seeds[i], **common, **own) for i, own in enumerate(given)]
+
+
+def _switch(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def _defaults(meta: Meta, sampling: dict[str, Any]) -> dict[str, Any]:
@@ -135,15 +176,18 @@ def _defaults(meta: Meta, sampling: dict[str, Any]) -> dict[str, Any]:
         return chosen
     file = dict(meta.generation)
     del chosen["temperature"]
-    if not file.get("do_sample", "temperature" in file):
-        return chosen
-    return {"temperature": 1.0} | {x: file[x] for x in _SAMPLING if file.get(x) is not None} | chosen
+    stated = {name: file[name] for name in _SAMPLING if file.get(name) is not None}
+    if file.get("do_sample", "temperature" in file):
+        return {"temperature": 1.0} | stated | chosen
+    return {name: value for name, value in stated.items() if name in PENALTIES} | chosen
 
 
 def _budget(meta: Meta, prompt: int, asked: int | None) -> int:
     room = meta.target_cfg.max_positions - prompt
     if room < 0:
-        raise ValueError(f"the prompt has {prompt} tokens; the model's context is {meta.target_cfg.max_positions}")
+        raise ValueError(
+            f"the prompt has {prompt} tokens; the model's context is {meta.target_cfg.max_positions}"
+        )
     if asked is None:
         return min(DEFAULT_NEW_TOKENS, room)
     if isinstance(asked, int) and asked > room:
@@ -156,43 +200,55 @@ def _budget(meta: Meta, prompt: int, asked: int | None) -> int:
 
 def _stops(meta: Meta, stop: Any, ignore_eos: bool) -> tuple[tuple[int, ...], tuple[str, ...]]:
     vocab = meta.target_cfg.vocab_size
-    items = [] if stop is None else [stop] if isinstance(stop, str | int | np.integer) else list(np.ravel(stop)) \
-        if hasattr(stop, "ndim") else list(stop)
+    listed = isinstance(stop, Sequence | Set) and not isinstance(stop, str | bytes)
+    items = [] if stop is None else list(stop) if listed else [stop]
     ids = set() if ignore_eos else set(meta.eos_ids)
     strings = []
-    for item in items:
+    for item in map(_plain, items):
         if isinstance(item, str):
             strings.append(item)
-        elif isinstance(item, int | np.integer) and not isinstance(item, bool):
+        elif isinstance(item, int) and not isinstance(item, bool):
             if not 0 <= item < vocab:
                 raise ValueError(f"stop id {item} is outside the vocabulary [0, {vocab})")
-            ids.add(int(item))
+            ids.add(item)
         else:
             raise ValueError(f"stop takes token ids and strings, got {item!r}")
     StopStrings(strings)  # refuses empty ones
     return tuple(sorted(ids)), tuple(strings)
 
 
-def _bias(meta: Meta, bias: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
-    vocab = meta.target_cfg.vocab_size
+def _bias(meta: Meta, bias: Any) -> tuple[tuple[int, float], ...]:
+    vocab, pairs = meta.target_cfg.vocab_size, {}
+    if bias is not None and not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r}")
     for token, value in (bias or {}).items():
-        if not isinstance(token, int | np.integer) or not 0 <= token < vocab:
+        token, value = _plain(token), _plain(value)
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             raise ValueError(f"logit_bias names token {token!r}, outside the vocabulary [0, {vocab})")
-        if not isinstance(value, int | float) or value != value or value == float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value <= FLOAT32_MAX:
             raise ValueError(f"logit_bias of token {token} must be a number below infinity, got {value!r}")
-    if bias and sum(v == float("-inf") for v in bias.values()) >= vocab:
+        pairs[token] = float(value) if value >= -FLOAT32_MAX else float("-inf")
+    if sum(value == float("-inf") for value in pairs.values()) >= vocab:
         raise ValueError("logit_bias forbids every token")
-    return tuple(sorted((int(t), float(v)) for t, v in (bias or {}).items()))
+    return tuple(sorted(pairs.items()))
 
 
 def _jobs(ids: list[np.ndarray], options: list[Options], n: int) -> list[Job]:
-    jobs = []
+    jobs: list[Job] = []
     for row, option in zip(ids, options, strict=True):
-        key = jax.random.key(option.seed, impl="threefry2x32")
+        key = _key(option.seed)
         for sample in range(n):
             data = np.asarray(jax.random.key_data(jax.random.fold_in(key, sample)))
             jobs.append(Job(len(jobs), row, option, data))
     return jobs
+
+
+def _key(seed: int) -> jax.Array:
+    """Key of a seed of any size; jax itself reads the lowest 32 bits only."""
+    key = jax.random.key(seed % 2**32, impl="threefry2x32")
+    while seed := seed >> 32:
+        key = jax.random.fold_in(key, np.uint32(seed % 2**32))
+    return key
 
 
 def _watch(meta: Meta, job: Job) -> None:
@@ -213,15 +269,21 @@ def _watch(meta: Meta, job: Job) -> None:
     job.check = check
 
 
-def _width(meta: Meta, k: int | None) -> int:
+def width(meta: Meta, k: int | None) -> int:
+    """Drafts per round: ``k``, or the drafter's own; 0 without a drafter."""
     if meta.drafter is None:
         if k is not None:
             raise ValueError(f"k={k!r} was given, but params have no drafter: load with drafter=...")
         return 0
-    return meta.drafter_cfg.k if k is None else positive("k", k)
+    width = meta.drafter_cfg.k if k is None else positive("k", k)
+    if width >= meta.target_cfg.max_positions:
+        raise ValueError(
+            f"k={width} drafts do not fit the model's context of {meta.target_cfg.max_positions}"
+        )
+    return width
 
 
-def _program(params: Params, jobs, k, rule, rows, max_len, logprobs, seed) -> Program:
+def _program(params: Params, jobs, k, rule, rows, max_len, logprobs) -> Program:
     meta = params.meta
     if rule not in ("auto", "match", "reject"):
         raise ValueError(f"rule must be 'auto', 'match' or 'reject', got {rule!r}")
@@ -255,8 +317,8 @@ def decode(params: Params, prompt: Any, **options: Any) -> Result:
     except KeyboardInterrupt:
         if not any(job.tokens for job in call.jobs):
             raise
-        _interrupt(call.jobs)
-    seconds = main.compile_seconds + (one.compile_seconds if one is not main else 0.0)
+        interrupt(call.jobs)
+    seconds = sum(engine.compile_seconds for engine in {main, one})
     done = [completion(params.meta, job, call.logprobs, seconds) for job in call.jobs]
     groups = [done[i : i + call.samples] for i in range(0, len(done), call.samples)]
     return Result(groups, call.single)
@@ -271,7 +333,8 @@ def raise_nonfinite(job: Job) -> None:
         )
 
 
-def _interrupt(jobs: list[Job]) -> None:
+def interrupt(jobs: list[Job]) -> None:
+    """End the jobs that are not finished with what they have."""
     for job in jobs:
         if job.reason is None:
             job.reason = "interrupted"
@@ -326,15 +389,16 @@ def stream(params: Params, prompt: Any, **options: Any) -> Iterator[Piece]:
     call = plan(params, prompt, **({"rounds": 1} | options))
     enable_compilation_cache()
     main, one = call.engines()
-    return pieces(call.params.meta, serve(main, one, call.jobs, call.drive), call)
+    return pieces(serve(main, one, call.jobs, call.drive), call, {main, one})
 
 
-def pieces(meta: Meta, jobs: Iterator[Job], call: Call) -> Iterator[Piece]:
+def pieces(jobs: Iterator[Job], call: Call, engines: Set[Engine]) -> Iterator[Piece]:
     """Turn updated jobs into pieces of text that are safe to show."""
-    texts = {job.index: _LiveText(meta, job) for job in call.jobs}
+    texts = {job.index: _LiveText(call.params.meta, job) for job in call.jobs}
     for job in jobs:
         raise_nonfinite(job)
-        yield texts[job.index].piece(job, call.logprobs)
+        seconds = sum(engine.compile_seconds for engine in engines)
+        yield texts[job.index].piece(job, call.logprobs, seconds)
 
 
 class _LiveText:
@@ -347,7 +411,7 @@ class _LiveText:
             self.decoder = StreamDecoder(checkpoints.tokenizer.get(meta.tokenizer_id))
             self.filter = StopFilter(StopStrings(job.options.stop_strings))
 
-    def piece(self, job: Job, logprobs: bool) -> Piece:
+    def piece(self, job: Job, logprobs: bool, compile_seconds: float) -> Piece:
         """What is new since the last call."""
         text = ""
         if self.decoder is not None:
@@ -361,7 +425,7 @@ class _LiveText:
             text,
             job.tokens[at:],
             job.drafted[at : len(job.tokens)],
-            stats_of(job),
+            stats_of(job, compile_seconds),
             reason,
             job.logprobs[at : len(job.tokens)] if logprobs else None,
         )

@@ -19,8 +19,9 @@ NEAR_TIE = 2e-4
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One prompt. ``position`` counts generated tokens; ``gap`` is the float32 difference of the two
-    candidates' logits where the outputs part (None when identical)."""
+    """One prompt (with ``n`` samples: one of them). ``position`` counts generated tokens; ``gap`` is the
+    float32 difference of the two candidates' logits where the outputs part, before penalties and noise
+    (None when identical)."""
 
     prompt: int
     identical: bool
@@ -83,15 +84,16 @@ def audit(params: Params, prompts: Any, **options: Any) -> Report:
     if params.meta.drafter is None:
         raise ValueError("nothing to audit: params have no drafter")
     if options.get("rule") == "reject" and options.get("temperature"):
-        raise ValueError("rule='reject' keeps the distribution, not the ids: audit greedily or with rule='match'")
-    plain = decode(without_drafter(params), prompts, **{k: v for k, v in options.items() if k not in ("k", "rule")})
-    spec = decode(params, prompts, **({"rule": "match"} | options))
-    pairs = zip(
-        (c for group in plain.completions for c in group),
-        (c for group in spec.completions for c in group),
-        strict=True,
+        raise ValueError(
+            "rule='reject' keeps the distribution, not the ids: audit greedily or with rule='match'"
+        )
+    plain = decode(
+        without_drafter(params), prompts, **{k: v for k, v in options.items() if k not in ("k", "rule")}
     )
-    rows = [_compare(params, i, a, b) for i, (a, b) in enumerate(pairs)]
+    rule = "reject" if options.get("rule") == "reject" else "match"
+    spec = decode(params, prompts, **(options | {"rule": rule}))
+    groups = enumerate(zip(plain.completions, spec.completions, strict=True))
+    rows = [_compare(params, i, a, b) for i, pair in groups for a, b in zip(*pair, strict=True)]
     dtype = str(jax.tree.leaves(params.target)[0].dtype)
     return Report(rows, dtype, plain.total, spec.total)
 
@@ -99,12 +101,12 @@ def audit(params: Params, prompts: Any, **options: Any) -> Report:
 def without_drafter(params: Params) -> Params:
     """The same target, plain."""
     meta = dataclasses.replace(params.meta, drafter=None, drafter_cfg=None)
-    return params.replace(drafter=None, meta=meta)
+    return dataclasses.replace(params, drafter=None, meta=meta)
 
 
 def _compare(params: Params, index: int, plain, spec) -> Row:
     if plain.tokens == spec.tokens:
-        return Row(index, True)
+        return Row(index, plain.finish_reason == spec.finish_reason)
     n = min(len(plain.tokens), len(spec.tokens))
     at = next((i for i in range(n) if plain.tokens[i] != spec.tokens[i]), n)
     if at == n:  # one is a prefix of the other: only a different stop can do that
@@ -130,7 +132,9 @@ def _prefix_program(family: str, cfg: Any, width: int):
     module = registry.target(family)
 
     def run(weights, tokens, length):
-        wide = jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, weights)
+        wide = jax.tree.map(
+            lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, weights
+        )
         cache = module.init_cache(cfg, 1, width, 1, jnp.float32)
         pos = jnp.arange(width)[None]
         out = module.forward(wide, cfg, tokens, pos, length, cache, TapSpec(), "extend")

@@ -67,7 +67,9 @@ class Result:
     def __str__(self) -> str:
         t = self.total
         head = f"{len(self.completions)} prompt(s), {t.new_tokens} tokens, {t.tokens_per_second:.1f} tokens/s"
-        spec = f"tau {t.tau:.2f}, acceptance {t.acceptance_rate:.0%} of {t.proposed} drafts in {t.rounds} rounds"
+        spec = (
+            f"tau {t.tau:.2f}, acceptance {t.acceptance_rate:.0%} of {t.proposed} drafts in {t.rounds} rounds"
+        )
         texts = [c.text if c.text is not None else str(c.tokens) for g in self.completions for c in g]
         return "\n".join([head + (f" | {spec}" if t.proposed else ""), *texts])
 

@@ -7,7 +7,9 @@ from typing import Any
 Case = dict[str, Any]
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True) -> list[Case]:
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
+) -> list[Case]:
     """Cases in which every pair of values of two factors occurs, if any allowed case has it.
 
     Greedy and deterministic: each case starts from the first pair not met yet and takes, factor by factor,
@@ -38,7 +40,9 @@ def product(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
 
 def name(case: Case) -> str:
     """Short test id."""
-    return "-".join(f"{key}={value}" if isinstance(value, int | float) else str(value) for key, value in case.items())
+    return "-".join(
+        f"{key}={value}" if isinstance(value, int | float) else str(value) for key, value in case.items()
+    )
 
 
 def _pairs(case: Case) -> list[tuple]:

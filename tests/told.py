@@ -17,7 +17,7 @@ TEXTS, SIZE = 8, 64  # shape of the drafter's script
 @functools.cache
 def model():
     """Target without a drafter."""
-    return testing.tiny_params(0, layers=1, vocab=VOCAB, max_positions=1024)
+    return testing.tiny_params(2, layers=1, vocab=VOCAB, max_positions=1024)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ draft is a point mass, whose residual is the target without that token.
 logits stay under a limit, and the result does not depend on the block size.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -55,6 +56,12 @@ class _Rows:
         self.unembed, self.drafts, self.state, self.logprobs = unembed, drafts, state, logprobs
         self.keys = None if state.sampling.greedy else smp.row_keys(state.key_data)
 
+    @property
+    def sampled(self) -> Bool[Array, " B"]:
+        """Rows that draw; the others take the argmax."""
+        temperature = self.state.sampling.temperature
+        return self.state.done & False if temperature is None else temperature > 0
+
     def processed(self, hidden, drafts, first):
         """(raw, before temperature, what is drawn from) float32 logits of some positions."""
         sampling = self.state.sampling
@@ -82,7 +89,7 @@ def _match(hidden, rows: _Rows, count, logit_bytes):
             pos = length[:, None] + first + jnp.arange(part.shape[1])
             noise = smp.gumbel(smp.position_keys(rows.keys, smp.MATCH, pos), raw.shape[-1])
             drawn = jnp.argmax(logits + noise, -1)
-            tokens = jnp.where(sampling.temperature[:, None] > 0, drawn, tokens)
+            tokens = jnp.where(rows.sampled[:, None], drawn, tokens)
         return tokens.astype(jnp.int32), rows.score(raw, tokens), smp.nonfinite(adjusted)
 
     tokens, scores, bad = _in_blocks(block, hidden, rows, logit_bytes)
@@ -92,7 +99,7 @@ def _match(hidden, rows: _Rows, count, logit_bytes):
 
 
 def _reject(hidden, rows: _Rows, proposal: Proposal, count, logit_bytes):
-    sampling, length = rows.state.sampling, rows.state.length
+    length = rows.state.length
     k = rows.drafts.shape[1]
     padded = jnp.pad(rows.drafts, ((0, 0), (0, 1)))  # the bonus position has no draft
 
@@ -109,7 +116,7 @@ def _reject(hidden, rows: _Rows, proposal: Proposal, count, logit_bytes):
     pos = length[:, None] + jnp.arange(k + 1)
     u = jax.vmap(jax.vmap(jax.random.uniform))(smp.position_keys(keys, smp.ACCEPT, pos))[:, :k]
     passed = u * _draft_probability(proposal) < p[:, :k]
-    passed = jnp.where(sampling.temperature[:, None] > 0, passed, top[:, :k])
+    passed = jnp.where(rows.sampled[:, None], passed, top[:, :k])
     accepted = _prefix(passed & (jnp.arange(k) < count[:, None]) & ~bad[:, :k])
     extra, extra_score = _extra(hidden, rows, proposal, accepted, count, keys)
     at_cut = jnp.arange(k + 1) == accepted[:, None]
@@ -119,7 +126,7 @@ def _reject(hidden, rows: _Rows, proposal: Proposal, count, logit_bytes):
 
 def _extra(hidden, rows: _Rows, proposal: Proposal, accepted, count, keys):
     """The token after the accepted prefix: residual after a rejection, the target's own otherwise."""
-    sampling, length = rows.state.sampling, rows.state.length
+    length = rows.state.length
     row = jnp.take_along_axis(hidden, accepted[:, None, None], 1)
     raw, adjusted, logits = _at_cut(rows, row, accepted)
     p = jax.nn.softmax(logits[:, 0], -1)
@@ -128,7 +135,7 @@ def _extra(hidden, rows: _Rows, proposal: Proposal, accepted, count, keys):
     weight = jnp.where(rejected[:, None], residual, p)
     noise = smp.gumbel(smp.position_keys(keys, smp.EXTRA, (length + accepted)[:, None]), p.shape[-1])
     drawn = jnp.argmax(jnp.log(weight) + noise[:, 0], -1)
-    token = jnp.where(sampling.temperature > 0, drawn, jnp.argmax(adjusted[:, 0], -1)).astype(jnp.int32)
+    token = jnp.where(rows.sampled, drawn, jnp.argmax(adjusted[:, 0], -1)).astype(jnp.int32)
     return token, rows.score(raw, token[:, None])[:, 0]
 
 
@@ -138,7 +145,7 @@ def _at_cut(rows: _Rows, row, accepted):
     if state.counts is None:
         return rows.processed(row, rows.drafts[:, :0], 0)
     counts = smp.count_tokens(state.counts, rows.drafts, accepted)
-    at = _Rows(rows.unembed, rows.drafts[:, :0], state.replace(counts=counts), rows.logprobs)
+    at = _Rows(rows.unembed, rows.drafts[:, :0], dataclasses.replace(state, counts=counts), rows.logprobs)
     return at.processed(row, at.drafts, 0)
 
 
@@ -214,4 +221,3 @@ def _prefix(flags: Bool[Array, "B N"]) -> Int[Array, " B"]:
 
 def _take(values: Float[Array, "B N V"], index: Int[Array, "B N"]) -> Float[Array, "B N"]:
     return jnp.take_along_axis(values, index[..., None], -1)[..., 0]
-

@@ -33,7 +33,9 @@ class Job:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     drafted: list[bool] = dataclasses.field(default_factory=list)
-    rounds: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # proposed, accepted, emitted
+    rounds: list[tuple[int, int, int]] = dataclasses.field(
+        default_factory=list
+    )  # proposed, accepted, emitted
     sources: list[int] = dataclasses.field(default_factory=list)
     reason: str | None = None
     began: float = 0.0  # times of the engines' clock, which stands still while compiling
@@ -57,9 +59,7 @@ class Driving:
     prefill_chunk: int = 512
 
 
-def serve(
-    engine: Engine, one: Engine, jobs: list[Job], drive: Driving
-) -> Generator[Job, None, State | None]:
+def serve(engine: Engine, one: Engine, jobs: list[Job], drive: Driving) -> Generator[Job, None, State | None]:
     """Decode every job, yielding a job whenever it has new tokens or has ended.
 
     ``engine`` runs ``program.rows`` rows; further jobs enter rows as they fall free (``one`` prefills

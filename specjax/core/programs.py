@@ -3,6 +3,7 @@
 A program is selected by :class:`specjax.config.Program` and the shapes of the weights, by nothing else.
 """
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -18,7 +19,7 @@ from specjax.core import round as rnd
 from specjax.core.platform import compiler_options
 from specjax.types import Emit, State
 
-Notify = Callable[[str], None]
+Announce = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 @functools.lru_cache(maxsize=128)
@@ -45,13 +46,13 @@ def _signature(weights: Any) -> Any:
 class Engine:
     """Runs the programs of one :class:`Program` on one set of weights, compiling on first use.
 
-    ``compile_seconds`` is the time spent compiling through this engine; ``notify`` is told before.
+    ``compile_seconds`` is the time spent compiling through this engine; ``announce`` surrounds each compilation.
     """
 
-    def __init__(self, program: Program, weights: rnd.Weights, notify: Notify | None = None):
+    def __init__(self, program: Program, weights: rnd.Weights, announce: Announce | None = None):
         self.program, self.weights = program, weights
         self.compile_seconds = 0.0
-        self._notify = notify
+        self._announce = announce or (lambda text: contextlib.nullcontext())
         self._compiled = _store(program, _signature(weights))
 
     def init(self, host: State) -> State:
@@ -88,12 +89,10 @@ class Engine:
         return compiled(*args)
 
     def _compile(self, name: str, fn, donate, args):
-        if self._notify:
-            p = self.program
-            self._notify(f"compiling {name} (rows {p.rows}, tokens {p.tokens}, k {p.k})")
-        began = time.perf_counter()
-        jitted = jax.jit(fn, donate_argnums=donate)
-        compiled = jitted.lower(*args).compile(compiler_options=compiler_options() or None)
+        p, began = self.program, time.perf_counter()
+        with self._announce(f"compiling {name} (rows {p.rows}, tokens {p.tokens}, k {p.k})"):
+            jitted = jax.jit(fn, donate_argnums=donate)
+            compiled = jitted.lower(*args).compile(compiler_options=compiler_options() or None)
         self.compile_seconds += time.perf_counter() - began
         _Count.total += 1
         return compiled
@@ -107,7 +106,7 @@ def fill_caches(program: Program, host: State) -> State:
     drafter: Any = ()
     if pair.drafter is not None:
         drafter = registry.drafter(pair.drafter).init_state(pair.drafter_cfg, *shape)
-    return host.replace(target=target, drafter=drafter)
+    return dataclasses.replace(host, target=target, drafter=drafter)
 
 
 def _prefill(program: Program, width: int, weights, state: State, start):
@@ -147,10 +146,12 @@ def _chunk(program: Program, weights, state: State, rounds):
 def _empty_emit(program: Program, rounds: int) -> Emit:
     b, q = program.rows, program.q_max
     # distinct zeros: a buffer shared by two loop carries could not be donated
-    per_row = [jnp.zeros((rounds, b), jnp.int32) for _ in range(6)]
-    scores = jnp.zeros((rounds, b, q), jnp.float32) if program.logprobs else None
+    per_row = ("emitted", "accepted", "proposed", "source", "reason", "request_id")
     return Emit(
-        jnp.zeros((rounds, b, q), jnp.int32), *per_row, jnp.zeros((rounds,), jnp.int32), scores
+        tokens=jnp.zeros((rounds, b, q), jnp.int32),
+        width=jnp.zeros((rounds,), jnp.int32),
+        logprobs=jnp.zeros((rounds, b, q), jnp.float32) if program.logprobs else None,
+        **{name: jnp.zeros((rounds, b), jnp.int32) for name in per_row},
     )
 
 

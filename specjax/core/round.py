@@ -12,6 +12,7 @@ I6 a row's output depends neither on its neighbours nor on B.
 I7 ``emitted`` alone drives the token write, cache commit, absorb's keep, penalty counts and length.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -62,7 +63,7 @@ def draft(pair: Pair, weights: Weights, state: State, k: int) -> tuple[Proposal,
         ctx,
         None if state.sampling.greedy else _draft_keys(state),
     )
-    return proposal, state.replace(drafter=dstate)
+    return proposal, dataclasses.replace(state, drafter=dstate)
 
 
 def _draft_keys(state: State) -> Array:
@@ -106,12 +107,18 @@ def _run_one(steps: list[Any], chosen, weights, state: State, proposal: Proposal
     shape = jax.eval_shape(steps[0], weights, state, proposal, count)[1]
     carry = (chosen, state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape))
     for i, step in enumerate(steps):
-
-        def once(carry, step=step):
-            return (jnp.int32(-1), *step(weights, carry[1], proposal, count))
-
-        carry = jax.lax.while_loop(lambda carry, i=i: carry[0] == i, once, carry)
+        selected = functools.partial(_selected, i)
+        once = functools.partial(_once, step, weights, proposal, count)
+        carry = jax.lax.while_loop(selected, once, carry)
     return carry[1:]
+
+
+def _selected(i: int, carry):
+    return carry[0] == i
+
+
+def _once(step, weights, proposal: Proposal, count, carry):
+    return (jnp.int32(-1), *step(weights, carry[1], proposal, count))
 
 
 def natural_rule(proposal: Proposal) -> Rule:
@@ -138,16 +145,18 @@ def _verify_width(pair: Pair, width: int, k: int, rule, logprobs, weights, state
         logprobs,
     )
     cache = target.commit(cfg, out.cache, verdict.emitted)
-    state = commit(state.replace(target=cache), verdict)
+    state = commit(dataclasses.replace(state, target=cache), verdict)
     state = _absorb(pair, weights, state, block, verdict.out_tokens, pos, verdict.emitted, out)
     pad = lambda x: jnp.pad(x, ((0, 0), (0, k - width)))  # noqa: E731
-    return state, verdict.replace(out_tokens=pad(verdict.out_tokens), logprobs=pad(verdict.logprobs))
+    return state, dataclasses.replace(
+        verdict, out_tokens=pad(verdict.out_tokens), logprobs=pad(verdict.logprobs)
+    )
 
 
 def _truncate(proposal: Proposal, width: int) -> Proposal:
     cut = lambda x: None if x is None else x[:, :width]  # noqa: E731
-    return proposal.replace(
-        tokens=cut(proposal.tokens), q=cut(proposal.q), confidence=cut(proposal.confidence)
+    return dataclasses.replace(
+        proposal, tokens=cut(proposal.tokens), q=cut(proposal.q), confidence=cut(proposal.confidence)
     )
 
 
@@ -160,7 +169,8 @@ def commit(state: State, verdict: Verdict) -> State:
     counts = state.counts
     if counts is not None:
         counts = smp.count_tokens(counts, verdict.out_tokens, verdict.emitted)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         tokens=jnp.where(fresh, written, state.tokens),
         length=state.length + verdict.emitted,
         done=state.done | (verdict.reason != RUNNING),
@@ -181,10 +191,8 @@ def _absorb(pair: Pair, weights, state: State, tokens, next_tokens, pos, keep, o
         return state
     block = AbsorbIn(tokens, next_tokens, pos, keep, out.hidden if needs(pair).hidden else None, out.taps)
     shared = registry.target(pair.family).shared(weights[0], pair.target_cfg)
-    dstate = registry.drafter(pair.drafter).absorb(
-        weights[1], shared, pair.drafter_cfg, state.drafter, block
-    )
-    return state.replace(drafter=dstate)
+    dstate = registry.drafter(pair.drafter).absorb(weights[1], shared, pair.drafter_cfg, state.drafter, block)
+    return dataclasses.replace(state, drafter=dstate)
 
 
 def prefill(
@@ -213,15 +221,15 @@ def prefill(
     empty = Proposal(block[:, :0], jnp.zeros_like(valid))
     unembed = functools.partial(target.unembed, weights[0], cfg)
     verdict = accept(hidden, unembed, empty, empty.count, ends, state, rule, logprobs)
-    state = commit(state.replace(target=out.cache), verdict)
+    state = commit(dataclasses.replace(state, target=out.cache), verdict)
     following = jnp.take_along_axis(state.tokens, jnp.minimum(pos + 1, last), 1)
     return _absorb(pair, weights, state, block, following, pos, valid, out), verdict
 
 
 def finish(state: State, rows: Array) -> State:
     """Mark rows as done from the host (a stop string, a cancelled request)."""
-    return state.replace(
-        done=state.done | rows, reason=jnp.where(rows & ~state.done, LENGTH, state.reason)
+    return dataclasses.replace(
+        state, done=state.done | rows, reason=jnp.where(rows & ~state.done, LENGTH, state.reason)
     )
 
 

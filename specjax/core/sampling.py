@@ -7,6 +7,8 @@ Keys are a pure function of the request's seed, a tag and the absolute position 
 a draw depends neither on the neighbours in the batch nor on how rounds are cut into chunks.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -121,13 +123,13 @@ def _largest(holds, shape) -> UInt32[Array, "*N"]:
     return jax.lax.fori_loop(0, 32, step, jnp.zeros(shape, jnp.uint32))
 
 
-def count_tokens(
-    counts: Counts, tokens: Int[Array, "B Q"], emitted: Int[Array, " B"]
-) -> Counts:
+def count_tokens(counts: Counts, tokens: Int[Array, "B Q"], emitted: Int[Array, " B"]) -> Counts:
     """Add the first ``emitted`` tokens of each row to the output history."""
     live = jnp.arange(tokens.shape[1]) < emitted[:, None]
     rows = jnp.arange(tokens.shape[0])[:, None]
-    return counts.replace(output=counts.output.at[rows, tokens].add(live.astype(counts.output.dtype)))
+    return dataclasses.replace(
+        counts, output=counts.output.at[rows, tokens].add(live.astype(counts.output.dtype))
+    )
 
 
 def nonfinite(logits: Float[Array, "B Q V"]) -> Bool[Array, "B Q"]:

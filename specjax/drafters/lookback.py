@@ -37,8 +37,8 @@ def worthwhile(
     widths = sorted({w for w, _ in costs if w < k} | {k})
     price = [next((c for w, c in costs if w >= width), costs[-1][1]) for width in widths]
     gains = [(1 + expected[:, w - 1]) / c for w, c in zip(widths, price, strict=True)]
-    gains = jnp.stack([jnp.ones_like(gains[0]), *gains], 1)
-    best = jnp.asarray([0, *widths], jnp.int32)[jnp.argmax(gains, 1)]
+    table = jnp.stack([jnp.ones_like(gains[0]), *gains], 1)
+    best = jnp.asarray([0, *widths], jnp.int32)[jnp.argmax(table, 1)]
     return jnp.where(run > 0, best, 0)
 
 

@@ -96,7 +96,8 @@ class Scripted:
 
 def continuation(cfg: Script, k: int, ctx: Ctx) -> Row:
     """The next ``k`` reference tokens of each row, found by its prompt."""
-    return follow(*(jnp.asarray(x) for x in _table(cfg, k)), k, ctx)[0]
+    table, prompts, ends = (jnp.asarray(x) for x in _table(cfg, k))
+    return follow(table, prompts, ends, k, ctx)[0]
 
 
 def follow(

@@ -72,16 +72,16 @@ def telling(
 
     ``modes``: a key of ``MODES`` for all prompts, or one for each.
     """
-    known = [(list(prompt), list(rest)) for prompt, rest in known]
     names = [modes] * len(known) if isinstance(modes, str) else list(modes)
     table, lengths = np.zeros((texts, size), np.int32), np.full((2, texts), size, np.int32)
     mode = np.zeros(texts, np.int32)
     for i, ((prompt, rest), name) in enumerate(zip(known, names, strict=True)):
-        table[i, : len(prompt) + len(rest)] = prompt + rest
+        table[i, : len(prompt) + len(rest)] = [*prompt, *rest]
         lengths[:, i] = len(prompt), len(prompt) + len(rest)
         mode[i] = list(MODES).index(name)
     same = lambda value: jnp.full((texts,), value, jnp.int32)  # noqa: E731
-    return Telling(*(jnp.asarray(x) for x in (table, lengths[0], lengths[1], mode)), same(stop), same(at))
+    arrays = [jnp.asarray(x) for x in (table, lengths[0], lengths[1], mode)]
+    return Telling(arrays[0], arrays[1], arrays[2], arrays[3], same(stop), same(at))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,9 @@ class Told:
             return ()
         ints = [jnp.zeros((rows, slots), jnp.int32) for _ in range(2)]
         floats = [jnp.zeros((rows, slots), jnp.float32) for _ in range(2)]
-        return Notes(*ints, *floats, jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), bool))
+        return Notes(
+            ints[0], ints[1], floats[0], floats[1], jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,), bool)
+        )
 
     def draft(
         self, p: Telling, shared: Shared, cfg: ToldConfig, k: int, dstate: Any, ctx: Ctx, keys: Any

@@ -18,7 +18,8 @@ def params():
 def test_answers_sensibly(params):
     out = specjax.decode(params, "What is the capital of France?", max_new_tokens=24)
     assert out.text == "The capital of France is Paris."
-    assert out.finish_reason == "stop" and out.tokens[-1] in params.meta.eos_ids
+    assert out.finish_reason == "stop"
+    assert out.tokens[-1] in params.meta.eos_ids
 
 
 def test_drafting_changes_nothing(params):

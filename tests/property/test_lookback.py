@@ -4,8 +4,7 @@ import itertools
 
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from specjax.drafters import lookback, ngram
 from specjax.types import Ctx
@@ -60,7 +59,7 @@ def test_width_maximises_expected_tokens_per_cost(chance, run, k):
     if run == 0:
         assert got == 0
     else:
-        assert got in gains and gains[got] >= max(gains.values()) - 1e-5
+        assert gains[got] >= max(gains.values()) - 1e-5
 
 
 def draft(row, k=7):

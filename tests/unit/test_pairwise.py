@@ -9,7 +9,9 @@ FACTORS = {"mode": "abcde", "k": range(1, 9), "loop": ("device", "host"), "round
 
 def pairs(cases):
     return {
-        frozenset([(x, case[x]), (y, case[y])]) for case in cases for x, y in itertools.combinations(FACTORS, 2)
+        frozenset([(x, case[x]), (y, case[y])])
+        for case in cases
+        for x, y in itertools.combinations(FACTORS, 2)
     }
 
 
