@@ -215,7 +215,9 @@ def start(params: Params, prompt: Any, *, seed: int | None = None, **options: An
     if seed is None and "temperature" in call.program.flags:
         raise ValueError("sampling needs a key: pass seed=")
     if any(job.options.stop_strings for job in call.jobs):
-        raise ValueError("start takes stop ids only: stop strings are found on the host, by decode and stream")
+        raise ValueError(
+            "start takes stop ids only: stop strings are found on the host, by decode and stream"
+        )
     program = dataclasses.replace(call.program, rows=len(call.jobs))
     call.program = program
     engine = call.engines()[0]

@@ -21,6 +21,8 @@ from specjax.core.programs import Engine
 from specjax.results import Piece, Result
 from specjax.types import Params, State
 
+Message = dict[str, str]
+
 
 class Conversation:
     """Chat with a model, turn by turn. Built by :func:`specjax.chat`.
@@ -30,48 +32,67 @@ class Conversation:
     """
 
     def __init__(self, params: Params, system: str | None = None, **options: Any):
+        generate.check_names(options)
         self.params, self.options = params, options
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[Message] = []
         if system is not None:
-            self.messages.append({"role": "system", "content": system})
+            self.messages.append(_message("system", system))
         self.reused = 0
         self._state: State | None = None
         self._program: Program | None = None
         self._held = np.zeros(0, np.int32)  # token ids the state has computed
 
     def send(self, text: str, **options: Any) -> Result:
-        """Add a user turn; returns the model's answer and adds it to ``messages``."""
-        self.messages.append({"role": "user", "content": text})
-        return self._answer(options)
+        """Add a user turn; returns the model's answer and adds it to ``messages``.
+
+        A turn that fails, or whose answer is empty for lack of room, leaves ``messages`` as they were.
+        """
+        turn = _message("user", text)
+        return self._answer([*self.messages, turn], [turn], options)
 
     def regenerate(self, **options: Any) -> Result:
         """Answer the last user turn again (with another ``seed``, say)."""
-        while self.messages and self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
-        return self._answer(options)
+        messages = list(self.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages or messages[-1]["role"] != "user":
+            raise ValueError("there is no user turn to answer again")
+        out = self._answer(messages, [], options)
+        if out.tokens:
+            del self.messages[len(messages) : -1]
+        return out
 
     def stream(self, text: str, **options: Any) -> Iterator[Piece]:
         """Like :meth:`send`, piece by piece. A stream that is dropped keeps what was said so far."""
-        self.messages.append({"role": "user", "content": text})
-        call, job, engine = self._plan({"rounds": 1} | self.options | options)
+        turn = _message("user", text)
+        call, job, engine = self._plan([*self.messages, turn], {"rounds": 1} | self.options | options)
         said = ""
         try:
-            for piece in generate.pieces(self.params.meta, self._run(call, job, engine), call):
+            for piece in generate.pieces(self._run(call, job, engine), call, {engine}):
                 said += piece.text
                 yield piece
         finally:
-            self.messages.append({"role": "assistant", "content": said})
+            self._said([turn], job, said)
 
-    def _answer(self, options: dict[str, Any]) -> Result:
-        call, job, engine = self._plan(self.options | options)
-        for update in self._run(call, job, engine):
-            generate.raise_nonfinite(update)
+    def _answer(self, messages: list[Message], new: list[Message], options: dict[str, Any]) -> Result:
+        call, job, engine = self._plan(messages, self.options | options)
+        try:
+            for update in self._run(call, job, engine):
+                generate.raise_nonfinite(update)
+        except KeyboardInterrupt:
+            if not job.tokens:
+                raise
+            generate.interrupt([job])
         done = generate.completion(self.params.meta, job, call.logprobs, engine.compile_seconds)
-        self.messages.append({"role": "assistant", "content": done.text or ""})
+        self._said(new, job, done.text or "")
         return Result([[done]], single=True)
 
-    def _plan(self, options: dict[str, Any]) -> tuple[generate.Call, Job, Engine]:
-        call = generate.plan(self.params, self.messages, **options)
+    def _said(self, new: list[Message], job: Job, text: str) -> None:
+        if job.tokens:
+            self.messages += [*new, _message("assistant", text)]
+
+    def _plan(self, messages, options: dict[str, Any]) -> tuple[generate.Call, Job, Engine]:
+        call = generate.plan(self.params, messages, **options)
         if len(call.jobs) != 1:
             raise ValueError("a conversation draws one answer per turn: n must be 1")
         if self._program is not None and self._program.tokens > call.program.tokens:
@@ -80,6 +101,10 @@ class Conversation:
         return call, call.jobs[0], call.engines()[0]
 
     def _run(self, call: generate.Call, job: Job, engine: Engine) -> Generator[Job, None, None]:
+        if job.options.max_new_tokens == 0:
+            job.reason = "length"
+            yield job
+            return
         state, start = self._resume(call.program, job, engine)
         self._state, self.reused = None, start  # the state is consumed below; an interrupt loses only time
         job.began = clock(engine, engine)
@@ -97,7 +122,7 @@ class Conversation:
             return None, 0
         common = _common_prefix(self._held, job.prompt)
         start = common - 1  # the anchor's features are needed again: a drafter pairs them with its successor
-        if start < _min_resume(self._program, len(self._held)):
+        if start < _min_resume(self._program, len(self._held)) or program.k != self._program.k:
             return None, 0
         kept = self._state
         if program != self._program:
@@ -105,6 +130,12 @@ class Conversation:
         return dataclasses.replace(
             host_state(program, [job]), target=kept.target, drafter=kept.drafter
         ), start
+
+
+def _message(role: str, content: Any) -> Message:
+    if not isinstance(content, str):
+        raise ValueError(f"a {role} message must be a string, got {type(content).__name__}")
+    return {"role": role, "content": content}
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import registry
-from specjax.generate import decode
+from specjax.generate import decode, plan
 from specjax.metrics import Stats
+from specjax.results import Result
 from specjax.types import Params, TapSpec
 
 #: float32 near-tie: where two runs differ, their two candidates' logits lie at most this far apart.
@@ -37,6 +38,16 @@ class Row:
     @property
     def logit_gap(self) -> float | None:
         return self.gap
+
+    def __str__(self) -> str:
+        if self.identical:
+            return f"prompt {self.prompt}: identical"
+        if self.gap is None:
+            return f"prompt {self.prompt}: one output ends at token {self.position}, the other goes on"
+        return (
+            f"prompt {self.prompt}: differs at token {self.position}: plain {self.plain_token}, speculative "
+            f"{self.speculative_token}, float32 logit gap {self.gap:.3g}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +81,7 @@ class Report:
         )
         spec = self.speculative
         lines = [head, f"speculative: tau {spec.tau:.2f}, {spec.accepted} of {spec.proposed} drafts accepted"]
-        lines += [
-            f"prompt {r.prompt}: differs at token {r.position}: plain {r.plain_token}, speculative "
-            f"{r.speculative_token}, float32 logit gap {r.gap:.3g}"
-            for r in self.rows
-            if not r.identical
-        ]
+        lines += [str(row) for row in self.rows if not row.identical]
         return "\n".join(lines)
 
 
@@ -83,19 +89,26 @@ def audit(params: Params, prompts: Any, **options: Any) -> Report:
     """See :func:`specjax.audit`."""
     if params.meta.drafter is None:
         raise ValueError("nothing to audit: params have no drafter")
-    if options.get("rule") == "reject" and options.get("temperature"):
+    if options.get("rule", "auto") == "auto":
+        options = options | {"rule": "match"}
+    call = plan(params, prompts, **options)
+    if call.program.rule == "reject" and "temperature" in call.program.flags:
         raise ValueError(
             "rule='reject' keeps the distribution, not the ids: audit greedily or with rule='match'"
         )
-    plain = decode(
-        without_drafter(params), prompts, **{k: v for k, v in options.items() if k not in ("k", "rule")}
-    )
-    rule = "reject" if options.get("rule") == "reject" else "match"
-    spec = decode(params, prompts, **(options | {"rule": rule}))
+    alone = {name: value for name, value in options.items() if name not in ("k", "rule")}
+    plain, spec = _decode(without_drafter(params), prompts, alone), _decode(params, prompts, options)
     groups = enumerate(zip(plain.completions, spec.completions, strict=True))
     rows = [_compare(params, i, a, b) for i, pair in groups for a, b in zip(*pair, strict=True)]
     dtype = str(jax.tree.leaves(params.target)[0].dtype)
     return Report(rows, dtype, plain.total, spec.total)
+
+
+def _decode(params: Params, prompts: Any, options: dict[str, Any]) -> Result:
+    out = decode(params, prompts, **options)
+    if any(c.finish_reason == "interrupted" for group in out.completions for c in group):
+        raise KeyboardInterrupt  # half an audit would call cut outputs different
+    return out
 
 
 def without_drafter(params: Params) -> Params:
@@ -106,7 +119,7 @@ def without_drafter(params: Params) -> Params:
 
 def _compare(params: Params, index: int, plain, spec) -> Row:
     if plain.tokens == spec.tokens:
-        return Row(index, plain.finish_reason == spec.finish_reason)
+        return Row(index, True)
     n = min(len(plain.tokens), len(spec.tokens))
     at = next((i for i in range(n) if plain.tokens[i] != spec.tokens[i]), n)
     if at == n:  # one is a prefix of the other: only a different stop can do that

@@ -9,6 +9,7 @@ most tests use ``OPTIONS``.
 import dataclasses
 import functools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +25,7 @@ from specjax.types import Params, TapSpec
 VOCAB = 265
 CONTEXT = 128
 EOS = 2  # <|im_end|>, never spoken by itself
-WORDS = [
-    "he",
-    "ll",
-    "hell",
-    "hello",
-    "12",
-    "a",
-    "b",
-    "c",
-    "o",
-    "h",
-    "e",
-    "l",
-    "1",
-    "2",
-    "Ġ",
-    "!",
-    "Ã",
-    "©",
-    "¨",
-]
+SPOKEN = "he ll hell hello 12 a b c o h e l 1 2 Ġ ! Ã © ¨"
 PROMPTS = [
     [70, 71, 72, 70, 71, 72],
     [90],
@@ -75,7 +56,7 @@ def target(**config: Any) -> Params:
     params = testing.tiny_params(
         vocab=VOCAB, layers=1, num_attention_heads=2, num_key_value_heads=1, eos_ids=(EOS,), **config
     )
-    spoken = jnp.zeros((VOCAB, 1)).at[np.array([token(w) for w in WORDS])].set(1.0)
+    spoken = jnp.zeros((VOCAB, 1)).at[np.array([token(w) for w in SPOKEN.split()])].set(1.0)
     weights = params.target.replace(head=params.target.head * spoken)
     meta = dataclasses.replace(
         params.meta, tokenizer_id=tokenizer_folder(), chat_template=tiny_files.CHATML, name="small"
@@ -94,6 +75,12 @@ def with_meta(params: Params, **changes: Any) -> Params:
     return params.replace(meta=dataclasses.replace(params.meta, **changes))
 
 
+def uncompiled(params: Params, salt: int) -> Params:
+    """The same weights under a config of its own, for which nothing has been compiled yet."""
+    cfg = dataclasses.replace(params.meta.target_cfg, eps=1e-5 * (1 + salt / 1000))
+    return with_meta(params, target_cfg=cfg)
+
+
 @functools.cache
 def ngram_params(k: int = 3, **config: Any) -> Params:
     """With prompt lookup of 3 to 1 tokens, always drafting up to ``k``."""
@@ -101,9 +88,22 @@ def ngram_params(k: int = 3, **config: Any) -> Params:
 
 
 @functools.cache
-def greedy(prompt: tuple[int, ...], new: int) -> tuple[list[int], list[float]]:
+def told(mode: str = "EVERY_THIRD_WRONG", drafter: str = "TOLD", k: int = 4) -> Params:
+    """With a drafter that knows the greedy continuations of ``PROMPTS`` and spoils them."""
+    known = [(p, greedy(p, CONTEXT - len(p))[0]) for p in PROMPTS]
+    weights = testing.telling(known, mode, size=CONTEXT, texts=8)
+    cfg = testing.ToldConfig(k, VOCAB, texts=8, size=CONTEXT)
+    return with_drafter(target(), f"specjax.testing:{drafter}", cfg, weights)
+
+
+def greedy(prompt: Sequence[int], new: int) -> tuple[list[int], list[float]]:
     """What the target says after a prompt and the log-probabilities, by whole forward passes: no cache, no
     loop, no code of the library but the model."""
+    return _greedy(tuple(prompt), new)
+
+
+@functools.cache
+def _greedy(prompt: tuple[int, ...], new: int) -> tuple[list[int], list[float]]:
     tokens, scores = list(prompt), []
     for _ in range(new):
         logits = whole_pass(target(), tokens)[-1]
@@ -112,12 +112,20 @@ def greedy(prompt: tuple[int, ...], new: int) -> tuple[list[int], list[float]]:
     return tokens[len(prompt) :], scores
 
 
-def whole_pass(params: Params, tokens: list[int]) -> np.ndarray:
+def whole_pass(params: Params, tokens: Sequence[int]) -> np.ndarray:
     """float32 logits at every position of a sequence, in one pass."""
     padded = np.zeros((1, CONTEXT), np.int32)
     padded[0, : len(tokens)] = tokens
     run = _whole(params.meta.family, params.meta.target_cfg)
     return np.asarray(run(params.target, padded))[: len(tokens)]
+
+
+def scores_of(params: Params, prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+    """Raw log-softmax of ``tokens`` after ``prompt``, from one whole pass."""
+    logits = whole_pass(params, [*prompt, *tokens])[len(prompt) - 1 : -1].astype(np.float64)
+    logits -= logits.max(-1, keepdims=True)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logprobs[np.arange(len(tokens)), np.asarray(tokens, int)]
 
 
 @functools.cache

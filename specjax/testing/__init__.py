@@ -18,7 +18,7 @@ from specjax.testing.drafters import (
 )
 from specjax.testing.micro import micro_params
 from specjax.testing.models import tiny_config, tiny_params
-from specjax.testing.sampled import SAMPLED, SELF, Bigram, SelfConfig, bigram
+from specjax.testing.sampled import LIAR, MIXED, POINT, SAMPLED, SELF, Bigram, SelfConfig, bigram
 from specjax.testing.sliding import sliding_params
 from specjax.testing.stats import chisquare, histogram, joint_law
 from specjax.testing.told import TOLD, TOLD_VARIABLE, WITNESS, ToldConfig, telling
@@ -27,6 +27,9 @@ __all__ = [
     "ALWAYS_RIGHT",
     "ALWAYS_WRONG",
     "EVERY_THIRD_WRONG",
+    "LIAR",
+    "MIXED",
+    "POINT",
     "RANDOM_COUNT",
     "SAMPLED",
     "SELF",

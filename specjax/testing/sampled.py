@@ -1,13 +1,13 @@
-"""A drafter that samples from a known law, and the target as its own drafter."""
+"""Drafters with a known law, drawn from or arg-max, and the target as its own drafter."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax import registry
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
@@ -63,10 +63,17 @@ def bigram_law(cfg: Bigram) -> Float[Array, "V Vq"]:
     return table / jnp.sum(table, 1, keepdims=True)
 
 
-class SampledDrafter(_Stateless):
-    """Draws every draft from the bigram table and says so; arg-max and no q when decoding is greedy."""
+@dataclasses.dataclass(frozen=True)
+class BigramDrafter(_Stateless):
+    """Drafts each token from the bigram table, given the one before it. All arg-max when decoding is greedy.
 
-    Config = Bigram
+    ``kind``: "sampled" draws and reports q. "point" takes the arg-max and reports nothing. "mixed" is a
+    point where the anchor is even, and says which rows are. "liar" takes the arg-max and reports q all the
+    same, which a test must notice.
+    """
+
+    kind: Literal["sampled", "point", "mixed", "liar"] = "sampled"
+    Config = Bigram  # not a field: the registry reads it to rebuild configs
 
     def config(self, hf: Mapping[str, Any], target_cfg: Any) -> Bigram:
         """Arguments of :func:`bigram` as a dict."""
@@ -85,26 +92,31 @@ class SampledDrafter(_Stateless):
         ctx: Ctx,
         keys: Array | None,
     ) -> tuple[Proposal, tuple[()]]:
-        """k drafts per row, each given the one before it. ``q`` is [B K V], or [B K Vq] with ``ids``."""
+        """k drafts per row. ``q`` is [B K V], or [B K Vq] with ``ids``."""
         law = bigram_law(cfg)
         ids = jnp.asarray(cfg.ids, jnp.int32) if cfg.ids else None
+        point = self._point(ctx)
         last, tokens, q = ctx.anchor, [], []
         for i in range(k):
             q.append(law[last])
-            column = _draw(q[-1], keys, i)
+            best = jnp.argmax(q[-1], -1).astype(jnp.int32)
+            drawn = best if keys is None else _draw(q[-1], keys, i)
+            column = jnp.where(point | (self.kind == "liar"), best, drawn)
             last = column if ids is None else ids[column]
             tokens.append(last)
         rows = ctx.length.shape[0]
         drafts = jnp.stack(tokens, 1) if k else jnp.zeros((rows, 0), jnp.int32)
         count = jnp.full((rows,), k, jnp.int32)
-        if keys is None or k == 0:
+        if keys is None or k == 0 or self.kind == "point":
             return Proposal(drafts, count), dstate
-        return Proposal(drafts, count, jnp.stack(q, 1), ids, jnp.zeros((rows,), bool)), dstate
+        return Proposal(drafts, count, jnp.stack(q, 1), ids, point), dstate
+
+    def _point(self, ctx: Ctx) -> Bool[Array, " B"]:
+        every = jnp.full(ctx.anchor.shape, self.kind == "point")
+        return ctx.anchor % 2 == 0 if self.kind == "mixed" else every
 
 
-def _draw(probs: Float[Array, "B Vq"], keys: Array | None, i: int) -> Int[Array, " B"]:
-    if keys is None:
-        return jnp.argmax(probs, -1).astype(jnp.int32)
+def _draw(probs: Float[Array, "B Vq"], keys: Array, i: int) -> Int[Array, " B"]:
     step = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
     return jax.vmap(jax.random.categorical)(step, jnp.log(probs)).astype(jnp.int32)
 
@@ -166,5 +178,8 @@ class SelfDrafter(_Stateless):
         return Proposal(tokens, jnp.full((rows,), k, jnp.int32)), dstate
 
 
-SAMPLED = SampledDrafter()
+SAMPLED = BigramDrafter()
+POINT = BigramDrafter("point")
+MIXED = BigramDrafter("mixed")
+LIAR = BigramDrafter("liar")
 SELF = SelfDrafter()

@@ -72,10 +72,11 @@ def telling(
 
     ``modes``: a key of ``MODES`` for all prompts, or one for each.
     """
-    names = [modes] * len(known) if isinstance(modes, str) else list(modes)
+    pairs = list(known)
+    names = [modes] * len(pairs) if isinstance(modes, str) else list(modes)
     table, lengths = np.zeros((texts, size), np.int32), np.full((2, texts), size, np.int32)
     mode = np.zeros(texts, np.int32)
-    for i, ((prompt, rest), name) in enumerate(zip(known, names, strict=True)):
+    for i, ((prompt, rest), name) in enumerate(zip(pairs, names, strict=True)):
         table[i, : len(prompt) + len(rest)] = [*prompt, *rest]
         lengths[:, i] = len(prompt), len(prompt) + len(rest)
         mode[i] = list(MODES).index(name)

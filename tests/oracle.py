@@ -1,0 +1,119 @@
+"""Acceptance and sampling as plain loops over rows, in float64, with the library's own random numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.core import sampling as smp
+from specjax.types import LENGTH, NONFINITE, RUNNING, STOP
+
+INF = float("inf")
+
+
+def adjust(logits, row, history, prompt):
+    """Bias and penalties of one position: ``history`` are the emitted tokens before it."""
+    out = np.array(logits, np.float64) + row.get("bias", 0.0)
+    for t in range(len(out)):
+        times = history.count(t)
+        if times or t in prompt:
+            r = row.get("repetition", 1.0)
+            out[t] = out[t] / r if out[t] > 0 else out[t] * r
+        out[t] -= row.get("frequency", 0.0) * times + row.get("presence", 0.0) * (times > 0)
+    return out
+
+
+def allowed(logits, row):
+    """Ids that survive top-k, top-p and min-p, by sorting; ties at a threshold stay."""
+    keep = np.ones(len(logits), bool)
+    k = row.get("top_k", 0)
+    if 0 < k < len(logits):
+        keep &= logits >= np.sort(logits)[-k]
+    p = row.get("top_p", 1.0)
+    if p < 1:
+        probs = softmax(np.where(keep, logits, -INF))
+        order = np.sort(probs)[::-1]
+        last = np.flatnonzero(np.cumsum(order) >= p)
+        keep &= probs >= (order[last[0]] if last.size else 0.0)
+    if row.get("min_p", 0.0) > 0:
+        probs = softmax(np.where(keep, logits, -INF))
+        keep &= probs >= row["min_p"] * probs.max() * (1 - 1e-9)
+    return keep
+
+
+def softmax(x):
+    weight = np.exp(np.asarray(x, np.float64) - np.max(x))
+    return weight / weight.sum()
+
+
+def law(logits, row, history=(), prompt=()):
+    """(what an arg-max reads, probabilities a token is drawn from) at one position."""
+    adjusted = adjust(logits, row, list(history), prompt)
+    temperature = row.get("temperature", 0.0)
+    if temperature == 0:
+        return adjusted, None
+    cut = adjusted / temperature
+    return adjusted, softmax(np.where(allowed(cut, row), cut, -INF))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def noise(key_data, length, q, vocab):
+    """Random numbers of one row and round: what each tag draws at each of q positions."""
+    keys = smp.row_keys(key_data[None])
+    pos = length + jnp.arange(q)[None]
+    rounds = smp.round_keys(keys, length[None])
+    return {
+        "match": smp.gumbel(smp.position_keys(keys, smp.MATCH, pos), vocab)[0],
+        "extra": smp.gumbel(smp.position_keys(rounds, smp.EXTRA, pos), vocab)[0],
+        "accept": jax.vmap(jax.random.uniform)(smp.position_keys(rounds, smp.ACCEPT, pos)[0]),
+    }
+
+
+def accept_row(logits, drafts, row, rule, q=None):
+    """One row decided token by token: ``(accepted, tokens emitted, reason, log-probabilities)``.
+
+    ``logits`` [Q V] raw; ``drafts`` the valid ones only; ``row`` a dict of sampling values with ``length``,
+    ``limit``, ``stops``, ``key``, ``history``, ``prompt``; ``q`` [K V] over the target's ids, None = point.
+    """
+    random = None
+    if row.get("key") is not None:
+        random = noise(row["key"], row["length"], logits.shape[0], logits.shape[1])
+        random = {name: np.asarray(x, np.float64) for name, x in random.items()}
+    tokens, scores, accepted = [], [], 0
+    for i in range(len(drafts) + 1):
+        if row["length"] + len(tokens) >= row["limit"]:
+            return accepted, tokens, LENGTH, scores
+        history = [*row.get("history", ()), *drafts[:i]]
+        raw = np.asarray(logits[i], np.float64)
+        with np.errstate(invalid="ignore"):
+            if not np.isfinite(np.max(raw)):
+                return accepted, tokens, NONFINITE, scores
+        adjusted, probs = law(raw, row, history, row.get("prompt", ()))
+        draft = drafts[i] if i < len(drafts) else None
+        token = _decide(i, draft, adjusted, probs, random, rule, None if q is None or draft is None else q[i])
+        tokens.append(token)
+        scores.append(raw[token] - np.log(np.exp(raw - raw.max()).sum()) - raw.max())
+        accepted += token == draft
+        if token in row.get("stops", ()):
+            return accepted, tokens, STOP, scores
+        if token != draft:
+            break
+    full = row["length"] + len(tokens) >= row["limit"]
+    return accepted, tokens, LENGTH if full else RUNNING, scores
+
+
+def _decide(i, draft, adjusted, probs, random, rule, q):
+    """The token at one position; the draft itself when it is accepted."""
+    if probs is None:
+        return int(np.argmax(adjusted))
+    with np.errstate(divide="ignore"):
+        if rule == "match":
+            return int(np.argmax(np.log(probs) + random["match"][i]))
+        weight = probs
+        if draft is not None:
+            if random["accept"][i] * (1.0 if q is None else q[draft]) < probs[draft]:
+                return draft
+            weight = np.maximum(probs - (np.arange(len(probs)) == draft if q is None else q), 0)
+            weight = probs if weight.sum() == 0 else weight
+        return int(np.argmax(np.log(weight) + random["extra"][i]))

@@ -1,0 +1,165 @@
+"""What compiles, when, and how often the host reads: counted."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+from jax._src import monitoring
+from tiny_models import OPTIONS, PROMPTS, greedy, ngram_params, target, told, uncompiled, with_meta
+
+import specjax
+from specjax.core import loop, programs
+
+HOT = {"temperature": 1.5, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "logit_bias": {75: 1.0}}
+
+
+@contextlib.contextmanager
+def compilations():
+    """Everything XLA compiles meanwhile, the small programs of single operations included."""
+    seen = []
+
+    def note(event, seconds, **more):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(more.get("fun_name", event))
+
+    monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield seen
+    finally:
+        monitoring.unregister_event_duration_listener(note)
+
+
+def test_the_counter_counts():
+    with compilations() as seen:
+        jax.jit(lambda x: x * 3 + 2)(np.arange(7.0))
+    assert seen
+
+
+SAME_PROGRAM = {
+    "the same call": {},
+    "shorter prompt": {"prompt": PROMPTS[1]},
+    "longest prompt of the bucket": {"prompt": list(range(40, 56))},
+    "seed": {"seed": 2**40},
+    "temperature": {"temperature": 0.3},
+    "filters": {"top_k": 5, "top_p": 0.5, "min_p": 0.2},
+    "bias": {"logit_bias": {75: -2.0, 79: 1.0, 21: float("-inf")}},
+    "stop ids": {"stop": [1, 2, 3, 4, 5, 6, 7]},
+    "a stop that is hit": {"stop": list(range(60, 67))},
+    "no stop at all": {"ignore_eos": True},
+    "budget": {"max_new_tokens": 7},
+    "largest budget of the bucket": {"max_new_tokens": 64 - len(PROMPTS[0])},
+    "budget 1": {"max_new_tokens": 1},
+    "rounds per chunk": {"rounds": 3},
+    "max_len": {"max_len": 50},
+    "stop string": {"stop": "hell"},
+    "text": {"prompt": "a", "chat_template": False},
+}
+
+
+@pytest.fixture(scope="module")
+def warm():
+    """Both kinds of call once, of one row and of several: nothing more may compile after."""
+    for params in (target(), told()):
+        for prompt in (PROMPTS[0], PROMPTS[:3]):
+            specjax.decode(params, prompt, **OPTIONS, **HOT)
+            list(specjax.stream(params, prompt, **OPTIONS, **HOT))
+
+
+@pytest.mark.parametrize("change", SAME_PROGRAM.values(), ids=SAME_PROGRAM)
+@pytest.mark.parametrize("params", [target, told], ids=["plain", "drafted"])
+def test_values_compile_nothing(warm, params, change):
+    """PRF.3, PRF.4, KVR.6: nothing at all compiles for values, lengths and acceptance within a bucket."""
+    options = OPTIONS | HOT | change
+    prompt = options.pop("prompt", PROMPTS[0])
+    with compilations() as seen:
+        one = specjax.decode(params(), prompt, **options)
+        list(specjax.stream(params(), prompt, **options))
+        many = specjax.decode(params(), [prompt, *PROMPTS[1:3]], **options)
+    assert not seen
+    assert one.stats.compile_seconds == many.total.compile_seconds == 0.0
+
+
+def test_acceptance_compiles_nothing(warm):
+    """PRF.3: drafts that are all right, all wrong, or of any number."""
+    with compilations() as seen:
+        for mode in ("ALWAYS_RIGHT", "ALWAYS_WRONG", "RANDOM_COUNT"):
+            specjax.decode(told(mode), PROMPTS[0], **OPTIONS, **HOT)
+    assert not [name for name in seen if name not in ("zeros", "broadcast_in_dim")]
+
+
+def test_the_first_call_compiles_everything():
+    """PRF.4: prefill, rounds and all; the second call nothing, and the figures keep compilation apart."""
+    params = uncompiled(told(), 2)
+    before = programs.compile_count()
+    first = specjax.decode(params, PROMPTS[0], **OPTIONS)
+    compiled = programs.compile_count() - before
+    assert compiled == 3  # the empty state, the prefill, the chunk of rounds
+    second = specjax.decode(params, PROMPTS[0], **OPTIONS)
+    assert programs.compile_count() == before + compiled
+    assert first.tokens == second.tokens
+    a, b = first.stats, second.stats
+    assert a.compile_seconds > 0.1
+    assert b.compile_seconds == 0
+    assert a.prefill_seconds + a.decode_seconds < 0.5 * a.compile_seconds
+    assert a.tokens_per_second == 40 / (a.prefill_seconds + a.decode_seconds)
+
+
+def test_a_session_of_typical_calls_needs_few_programs():
+    """At most twelve: prompts of several lengths, budgets, seeds, streams, stops and a conversation."""
+    params = uncompiled(with_meta(ngram_params(), eos_ids=(2,)), 3)
+    before = programs.compile_count()
+    for prompt in (PROMPTS[0], PROMPTS[2], "hello", list(range(40, 60))):
+        specjax.decode(params, prompt, max_new_tokens=30)
+        list(specjax.stream(params, prompt, max_new_tokens=12, stop="hello"))
+    for seed in range(3):
+        specjax.decode(params, PROMPTS[0], max_new_tokens=30, temperature=0.7 + seed, seed=seed)
+    talk = specjax.chat(params, max_new_tokens=8)
+    for text in ("a", "b", "c"):
+        talk.send(text)
+    used = programs.compile_count() - before
+    assert used <= 12, used
+
+
+@pytest.mark.parametrize("params", [target, told], ids=["plain", "drafted"])
+@pytest.mark.parametrize("rounds", [1, 4, 16])
+def test_at_most_one_read_per_chunk(params, rounds, monkeypatch):
+    """Every device-to-host transfer is the read of a chunk, and none waits for the newest one."""
+    params, counts, log = params(), {"chunk": 0, "prefill": 0}, []
+    specjax.decode(params, PROMPTS[:3], **OPTIONS)
+    for name in counts:
+        real = getattr(programs.Engine, name)
+
+        def counted(self, *args, name=name, real=real):
+            counts[name] += 1
+            log.append(name)
+            return real(self, *args)
+
+        monkeypatch.setattr(programs.Engine, name, counted)
+
+    def device_get(tree, real=jax.device_get):
+        log.append("read")
+        return real(tree)
+
+    def value(array, real=jax.Array.__array__ if hasattr(jax.Array, "__array__") else None):
+        raise AssertionError("read outside of device_get")
+
+    monkeypatch.setattr(loop.jax, "device_get", device_get)
+    out = specjax.decode(params, PROMPTS[:3], rounds=rounds, **OPTIONS)
+    assert out.tokens == [greedy(p, 40)[0] for p in PROMPTS[:3]]
+    assert counts["prefill"] == 1
+    assert log[:3] == ["prefill", "read", "chunk"]
+    assert log.count("read") <= 1 + counts["chunk"]
+    # the device is a chunk ahead: a chunk is started before the one before it is read
+    assert all(later == "chunk" for read, later in zip(log[3:], log[4:], strict=False) if read == "read")
+
+
+def test_refill_reads_no_more(monkeypatch):
+    """Rows that are refilled are read with the next chunk."""
+    reads, chunks = [], []
+    real_chunk, real_get = programs.Engine.chunk, jax.device_get
+    specjax.decode(told(), PROMPTS, rows=2, **OPTIONS)
+    monkeypatch.setattr(programs.Engine, "chunk", lambda *a: chunks.append(1) or real_chunk(*a))
+    monkeypatch.setattr(loop.jax, "device_get", lambda tree: reads.append(1) or real_get(tree))
+    specjax.decode(told(), PROMPTS, rows=2, rounds=2, **OPTIONS)
+    assert len(reads) <= 1 + len(chunks)
