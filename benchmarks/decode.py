@@ -155,6 +155,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=None, help="prompts per set")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    commit = ["git", "rev-parse", "--short", "HEAD"]  # now: the code that is running
+    commit = subprocess.run(commit, capture_output=True, text=True).stdout.strip()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -184,9 +186,6 @@ def main() -> None:
     pairs = sum(len(v) for v in sets.values())
     print(f"plain and n-gram ids: {pairs - len(differing)} of {pairs} identical; differing: {differing}")
     if args.out:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip()
         report = {
             "date": datetime.date.today().isoformat(), "commit": commit, "device": cpu_name(), "threads": 1,
             "dtype": "float32", "model": "SmolLM2-135M-Instruct (Q4_1 dequantised)", "new_tokens": args.tokens,

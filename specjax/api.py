@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from specjax import checkpoints, config, generate as _generate, registry
+from specjax import calls, checkpoints, config, generate as _generate, registry
 from specjax.conversation import Conversation
 from specjax.core import round as _round
 from specjax.core.loop import host_state, prefill_rows
@@ -211,7 +211,7 @@ def start(params: Params, prompt: Any, *, seed: int | None = None, **options: An
 
     Options as in :func:`decode`. Sampling needs an explicit ``seed``: there is no hidden key.
     """
-    call = _generate.plan(params, prompt, seed=0 if seed is None else seed, **options)
+    call = calls.plan(params, prompt, seed=0 if seed is None else seed, **options)
     if seed is None and "temperature" in call.program.flags:
         raise ValueError("sampling needs a key: pass seed=")
     if any(job.options.stop_strings for job in call.jobs):
@@ -231,7 +231,7 @@ def draft_step(
 
     ``key`` replaces the rows' own keys. Raises ValueError when sampling without any key.
     """
-    width = _generate.width(params.meta, k)
+    width = calls.width(params.meta, k)
     return _round.draft(params.meta.pair, (params.target, params.drafter), _keyed(state, key), width)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import generate, registry
+from specjax import calls, generate, registry
 from specjax.config import Program
 from specjax.core.loop import Job, clock, credit, host_state, prefill_rows, read, run_rounds
 from specjax.core.platform import enable_compilation_cache
@@ -32,7 +32,7 @@ class Conversation:
     """
 
     def __init__(self, params: Params, system: str | None = None, **options: Any):
-        generate.check_names(options)
+        calls.check_names(options)
         self.params, self.options = params, options
         self.messages: list[Message] = []
         if system is not None:
@@ -91,8 +91,8 @@ class Conversation:
         if job.tokens:
             self.messages += [*new, _message("assistant", text)]
 
-    def _plan(self, messages, options: dict[str, Any]) -> tuple[generate.Call, Job, Engine]:
-        call = generate.plan(self.params, messages, **options)
+    def _plan(self, messages, options: dict[str, Any]) -> tuple[calls.Call, Job, Engine]:
+        call = calls.plan(self.params, messages, **options)
         if len(call.jobs) != 1:
             raise ValueError("a conversation draws one answer per turn: n must be 1")
         if self._program is not None and self._program.tokens > call.program.tokens:
@@ -100,7 +100,7 @@ class Conversation:
         enable_compilation_cache()
         return call, call.jobs[0], call.engines()[0]
 
-    def _run(self, call: generate.Call, job: Job, engine: Engine) -> Generator[Job, None, None]:
+    def _run(self, call: calls.Call, job: Job, engine: Engine) -> Generator[Job, None, None]:
         if job.options.max_new_tokens == 0:
             job.reason = "length"
             yield job

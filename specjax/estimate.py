@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import generate
+from specjax import calls
 from specjax.config import Program, prefill_bucket
 from specjax.core.loop import host_state
 from specjax.core.programs import fill_caches
@@ -58,7 +58,7 @@ class Explanation:
 
 def explain(params: Params, prompt: Any, **options: Any) -> Explanation:
     """See :func:`specjax.explain`."""
-    call = generate.plan(params, prompt, **options)
+    call = calls.plan(params, prompt, **options)
     program, pair = call.program, call.program.pair
     rows: list[Any] = list(call.jobs[: program.rows])
     state = jax.eval_shape(lambda: fill_caches(program, host_state(program, rows)))

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import registry
-from specjax.generate import decode, plan
+from specjax.calls import plan
+from specjax.generate import decode
 from specjax.metrics import Stats
 from specjax.results import Result
 from specjax.types import Params, TapSpec

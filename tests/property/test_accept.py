@@ -133,7 +133,9 @@ def same_as_loop(case, options, rule, **how):
     verdict = verdict_of(case, options, rule, **how)
     for b, row in enumerate(rows):
         valid = drafts[b, : count[b]].tolist()
-        accepted, tokens, reason, scores = oracle.accept_row(logits[b], valid, row, rule, over_target_ids(q, b))
+        accepted, tokens, reason, scores = oracle.accept_row(
+            logits[b], valid, row, rule, over_target_ids(q, b)
+        )
         n = len(tokens)
         assert verdict.emitted[b] == n
         assert verdict.out_tokens[b, :n].tolist() == tokens
@@ -237,7 +239,9 @@ def test_rows_are_independent(options, rule, q_kind, seed):
     turn = np.random.default_rng(seed).permutation(B)
     pick = lambda x: None if x is None else x[turn]  # noqa: E731
     turned_q = None if q is None else (pick(q[0]), q[1], pick(q[2]))
-    turned = verdict_of((logits[turn], drafts[turn], count[turn], [rows[i] for i in turn], turned_q), options, rule)
+    turned = verdict_of(
+        (logits[turn], drafts[turn], count[turn], [rows[i] for i in turn], turned_q), options, rule
+    )
     active = np.arange(B) % 2 == 0
     half = verdict_of(case, options, rule, active=active)
     for a, b, c in zip(*map(jax.tree.leaves, (whole, turned, half)), strict=True):
@@ -309,18 +313,38 @@ def test_cases_are_varied():
 
 
 WRONG = {
-    "residual is the whole target": (VARIANTS[5], accept_module, "_draft_row", lambda p, i, v: jnp.zeros((B, v))),
-    "drafts count as certain": (VARIANTS[5], accept_module, "_draft_probability", lambda p: p.q[..., 0] * 0 + 1),
+    "residual is the whole target": (
+        VARIANTS[5],
+        accept_module,
+        "_draft_row",
+        lambda p, i, v: jnp.zeros((B, v)),
+    ),
+    "drafts count as certain": (
+        VARIANTS[5],
+        accept_module,
+        "_draft_probability",
+        lambda p: p.q[..., 0] * 0 + 1,
+    ),
     "keys do not depend on the position": (
         VARIANTS[2],
         smp,
         "position_keys",
         lambda keys, tag, pos: right_keys(keys, tag, pos * 0),
     ),
-    "penalties miss the drafts": (VARIANTS[1], smp, "_counts_before", lambda o, d, p: right_counts(o, d * 0 - 1, p)),
+    "penalties miss the drafts": (
+        VARIANTS[1],
+        smp,
+        "_counts_before",
+        lambda o, d, p: right_counts(o, d * 0 - 1, p),
+    ),
     "extra token forgets the drafts": (VARIANTS[7], smp, "count_tokens", lambda counts, tokens, n: counts),
     "no top-k, top-p, min-p": (VARIANTS[5], smp, "filtered", lambda logits, sampling: logits),
-    "bad rows are not noticed": (VARIANTS[0], smp, "nonfinite", lambda logits: jnp.zeros(logits.shape[:2], bool)),
+    "bad rows are not noticed": (
+        VARIANTS[0],
+        smp,
+        "nonfinite",
+        lambda logits: jnp.zeros(logits.shape[:2], bool),
+    ),
 }
 right_keys, right_counts = smp.position_keys, smp._counts_before
 

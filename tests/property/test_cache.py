@@ -75,7 +75,9 @@ class Walk:
         """Run a block from each row's own length and check what every valid query sees."""
         numbers, k, v = self.block(width)
         pos = self.length[:, None] + np.arange(width)
-        keys, values, key_pos, self.cache = extend(self.cache, k, v, pos.astype(np.int32), np.asarray(valid), mode)
+        keys, values, key_pos, self.cache = extend(
+            self.cache, k, v, pos.astype(np.int32), np.asarray(valid), mode
+        )
         for b in range(B):
             self.slow.write(b, self.length[b], numbers[b, : valid[b]])
             for i in range(valid[b]):
@@ -172,7 +174,7 @@ def test_garbage_has_no_influence(kind, actions, seed, mode):
     valid = np.full(B, 4) if mode == "verify" else walk.rng.integers(0, 5, B)
     outs = []
     for cache in (walk.cache, poisoned(walk.cache, walk.length)):
-        keys, values, key_pos, after = extend(cache, k, v, pos, valid, mode)
+        keys, values, key_pos, _ = extend(cache, k, v, pos, valid, mode)
         outs.append(np.asarray(attended(keys, values, pos, key_pos, kind == "ring")))
     inside = np.arange(4) < valid[:, None]
     assert np.all(np.isfinite(outs[1][inside]))
@@ -185,7 +187,9 @@ def test_a_rejected_draft_cannot_spoil_the_rows_before_it(kind, value):
     """I2, NUM.1: keys and values of a draft that are not finite reach the queries that see it and no others."""
     _, k, v = Walk(kind, 1).block(4)
     pos = jnp.tile(jnp.arange(4), (B, 1))
-    wanted = attended(*extend(make(kind), k, v, pos, np.full(B, 4), "verify")[:2], pos, *_rest(kind, k, v, pos))
+    wanted = attended(
+        *extend(make(kind), k, v, pos, np.full(B, 4), "verify")[:2], pos, *_rest(kind, k, v, pos)
+    )
     for tensor in ("k", "v", "both"):
         bad_k, bad_v = k.copy(), v.copy()
         if tensor != "v":
@@ -209,7 +213,8 @@ def test_rows_are_independent(kind):
     for valid in ([4, 4, 4], [4, 2, 0], [1, 4, 3]):
         walk.step("extend", 4, np.array(valid))
         other.step("extend", 4, np.array([valid[0], 0, 4]))
-        walk.length, other.length = walk.length + valid, other.length + [valid[0], 0, 4]
+        walk.length += valid
+        other.length += [valid[0], 0, 4]
     for a, b in zip(jax.tree.leaves(walk.cache), jax.tree.leaves(other.cache), strict=True):
         assert np.array_equal(a[0], b[0])
 
@@ -323,7 +328,9 @@ def _whole(cfg, size: int):
         for layer, window in zip(p.layers, cfg.windows, strict=True):
             y = rms_norm(x, one, 1e-5)
             q, k, v = (jnp.einsum("bqd,hcd->bqhc", y, w) for w in (layer.q, layer.k, layer.v))
-            scores = jnp.einsum("bqhc,bsgc->bhqs", rotate(q, *angles), rotate(k, *angles)) * cfg.head_dim**-0.5
+            scores = (
+                jnp.einsum("bqhc,bsgc->bhqs", rotate(q, *angles), rotate(k, *angles)) * cfg.head_dim**-0.5
+            )
             back = pos[0][:, None] - pos[0]
             near = (back >= 0) & (back < (window or size))
             weights = jax.nn.softmax(jnp.where(near, scores, -jnp.inf), -1)
@@ -350,7 +357,14 @@ def across_the_edge(case, windows=(5, 3)):
     drafter = "WITNESS" if case["mode"] in ("ALWAYS_RIGHT", "EVERY_THIRD_WRONG") else "TOLD"
     modes = MODES if case["mode"] == "MIXED" else case["mode"]
     params = told(
-        modes, tokens, base=target(windows), prompts=PROMPTS, stop=stop, at=case["k"] // 2, name=drafter, size=80
+        modes,
+        tokens,
+        base=target(windows),
+        prompts=PROMPTS,
+        stop=stop,
+        at=case["k"] // 2,
+        name=drafter,
+        size=80,
     )
     count, rows = {"one": (1, 1), "refill": (5, 3)}[case["batch"]]
     out = specjax.decode(

@@ -20,7 +20,7 @@ from specjax.core import accept as accept_module, round as rnd, sampling as smp
 from specjax.types import Counts, Sampling, State
 
 V, K, PERIOD, ANCHOR, NEW = 5, 3, 3, 2, 3
-ROWS = 24_000
+ROWS = 16_000
 ENOUGH, NEVER = 1e-4, 1e-7  # p-values of a right law (some eighty are looked at) and of a wrong one
 
 TARGET = testing.micro_params(V, PERIOD, seed=3, spread=1.2)
@@ -63,9 +63,7 @@ def batch(groups, seed: int, rows: int) -> State:
     """Rows with one committed token; a budget that no draft reaches."""
     member = np.arange(rows) % len(groups)
     column = lambda name: np.stack([np.asarray(g[name]) for g in groups])[member]  # noqa: E731
-    values = {
-        n: jnp.asarray(column(n), jnp.int32 if n == "top_k" else jnp.float32) for n in groups[0]
-    }
+    values = {n: jnp.asarray(column(n), jnp.int32 if n == "top_k" else jnp.float32) for n in groups[0]}
     counts = None
     if "presence" in values:
         prompt = jnp.zeros((rows, V), bool).at[:, ANCHOR].set(True)
@@ -165,7 +163,9 @@ EVERY_CASE = [(d, r, s) for d in list(DRAFTERS)[:-1] for r in ("match", "reject"
 
 
 def follows_the_target(drafter, rule, setting, seeds=(0,)):
-    tokens, accepted = map(np.concatenate, zip(*(sample(drafter, rule, setting, s) for s in seeds), strict=True))
+    tokens, accepted = map(
+        np.concatenate, zip(*(sample(drafter, rule, setting, s) for s in seeds), strict=True)
+    )
     assert min(p_values(tokens, setting)) > ENOUGH
     assert (accepted.max() == K) == (drafter != "plain")
 
@@ -234,6 +234,10 @@ def unfiltered_cut(rows, row, accepted):
     return raw, adjusted, smp.temper(adjusted, rows.state.sampling.temperature)
 
 
+def neighbours_temperature(logits, temperature):
+    return logits / jnp.maximum(jnp.roll(temperature, 1), 0.5)[:, None, None]
+
+
 PLANTED = {
     "resample from p, not from the residual": (
         "sampled", "reject", "temperature", accept_module, "_draft_row", lambda p, i, v: jnp.zeros((len(i), v)),
@@ -267,7 +271,7 @@ PLANTED = {
         "point", "reject", "history", smp, "_counts_before", lambda o, d, at: jnp.tile(o[:, None], (1, len(at), 1)),
     ),
     "temperature of another row": (
-        "sampled", "reject", "temperature", smp, "temper", lambda x, t: x / jnp.maximum(jnp.roll(t, 1), 0.5)[:, None, None],
+        "sampled", "reject", "temperature", smp, "temper", neighbours_temperature,
     ),
     "an arg-max that claims to be drawn from q": ("liar", "reject", "temperature", None, "", None),
 }  # fmt: skip

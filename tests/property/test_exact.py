@@ -140,19 +140,18 @@ def looks_up(case, costs=None):
     assert sum(s.accepted for s in stats) > 0
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("k", [1, 5])
 def test_ngram(k):
     """GRD.1, NGR.1, NGR.3: lengths 3 to 1, most recent match, in every way of driving."""
     for case in product(DRIVING | {"k": (k,), "lengths": ((3, 1),), "match": ("recent",)}):
         looks_up(case)
 
 
-@pytest.mark.parametrize("match", NGRAM["match"])
-def test_ngram_settings(match):
+def test_ngram_settings():
     """NGR.3: settings change speed, never ids. Also with drafts cut to what they are worth."""
-    case = {"k": 4, "match": match, "batch": "refill", "loop": "device", "rounds": 3}
-    looks_up(case | {"lengths": (4, 2)})
-    looks_up(case | {"lengths": (2, 1)}, costs=((2, 1.1), (4, 1.3)))
+    case = {"k": 4, "batch": "refill", "loop": "device", "rounds": 3}
+    looks_up(case | {"match": "earliest", "lengths": (4, 2)})
+    looks_up(case | {"match": "recent", "lengths": (2, 1)}, costs=((2, 1.1), (4, 1.3)))
 
 
 @pytest.mark.long
@@ -249,8 +248,9 @@ def flat_model():
     return testing.tiny_params(1, layers=1, vocab=VOCAB, max_positions=1024, sharpness=2.0)
 
 
-@pytest.mark.parametrize("options", SAMPLED)
-@pytest.mark.parametrize("loop", ["device", "host"])
+@pytest.mark.parametrize(
+    ("options", "loop"), [("plain", "device"), ("filters", "host"), ("penalties", "device")]
+)
 def test_sampled_ids_equal_plain(options, loop):
     """DST.1, OPT.1, OPT.2, OPT.4, RNG.1, PEER.8: with rule "match" and the same seeds, at temperatures 0.7
     and 1.0, with filters and penalties, one set of values per row."""

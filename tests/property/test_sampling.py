@@ -19,7 +19,9 @@ count = jax.jit(smp.count_tokens)
 def kept(logits, **values) -> np.ndarray:
     """Survivors of the filters: bool, the shape of the logits."""
     dtype = lambda name: jnp.int32 if name == "top_k" else jnp.float32  # noqa: E731
-    sampling = Sampling(**{n: jnp.broadcast_to(jnp.asarray(v, dtype(n)), len(logits)) for n, v in values.items()})
+    sampling = Sampling(
+        **{n: jnp.broadcast_to(jnp.asarray(v, dtype(n)), len(logits)) for n, v in values.items()}
+    )
     out = np.asarray(filtered(jnp.asarray(logits, jnp.float32), sampling))
     assert np.array_equal(out[out > -np.inf], np.asarray(logits, np.float32)[out > -np.inf])
     return out > -np.inf
@@ -41,7 +43,9 @@ FILTERS = {
 
 
 @settings(max_examples=150)
-@given(seed=st.integers(0, 2**31), ties=st.booleans(), on=st.sets(st.sampled_from(sorted(FILTERS)), min_size=1))
+@given(
+    seed=st.integers(0, 2**31), ties=st.booleans(), on=st.sets(st.sampled_from(sorted(FILTERS)), min_size=1)
+)
 def test_filters_equal_a_sort(seed, ties, on):
     """PEER.2, PEER.3, DST.3: per-row values, ties kept at the threshold of top-k, the smallest set that
     reaches top-p, sizes 1, small and nearly everything. (A row whose sum lies within rounding of its
@@ -94,7 +98,9 @@ def test_any_temperature_gives_a_law(temperature):
     logits = np.array([[[30.0, 40.0, 41.0, -60.0, -np.inf, 41.0]]], np.float32)
     cold = np.asarray(jax.jit(smp.temper)(logits, np.array([temperature], np.float32)))
     probs = np.asarray(jax.nn.softmax(cold[0, 0]))
-    np.testing.assert_allclose(probs, oracle.softmax((logits[0, 0].astype(np.float64) - 41) / temperature), atol=1e-6)
+    np.testing.assert_allclose(
+        probs, oracle.softmax((logits[0, 0].astype(np.float64) - 41) / temperature), atol=1e-6
+    )
 
 
 def test_a_greedy_row_keeps_its_order():
@@ -112,7 +118,11 @@ PENALTIES = {
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**31), on=st.sets(st.sampled_from(sorted(PENALTIES)), min_size=1), first=st.integers(0, 2))
+@given(
+    seed=st.integers(0, 2**31),
+    on=st.sets(st.sampled_from(sorted(PENALTIES)), min_size=1),
+    first=st.integers(0, 2),
+)
 def test_penalties_read_the_history_a_position_would_have(seed, on, first):
     """OPT.2, OPT.4: position i counts the prompt, what was emitted, and the drafts before i; also when only
     a part of the positions is given."""
@@ -132,7 +142,9 @@ def test_penalties_read_the_history_a_position_would_have(seed, on, first):
         row = {name: column[b] for name, column in values.items()}
         for q in range(Q):
             past = history[b] + drafts[b, : first + q].tolist()
-            np.testing.assert_allclose(out[b, q], oracle.adjust(logits[b, q], row, past, prompt[b]), atol=1e-5)
+            np.testing.assert_allclose(
+                out[b, q], oracle.adjust(logits[b, q], row, past, prompt[b]), atol=1e-5
+            )
 
 
 @settings(max_examples=30)
@@ -154,7 +166,10 @@ SEEDS = np.stack([np.asarray(jax.random.key_data(jax.random.key(s))) for s in ra
 
 def all_keys(lengths=range(1, 9), positions=range(1, 9)) -> dict:
     """Raw key of every row, tag, position and, where it counts, length at the start of the round."""
-    keys, pos = smp.row_keys(jnp.asarray(SEEDS)), jnp.broadcast_to(jnp.asarray([*positions]), (B, len(positions)))
+    keys, pos = (
+        smp.row_keys(jnp.asarray(SEEDS)),
+        jnp.broadcast_to(jnp.asarray([*positions]), (B, len(positions))),
+    )
     out = {}
 
     def note(found, *name):
@@ -191,7 +206,9 @@ def test_noise_is_gumbel_and_independent():
     n, vocab = 3000, 4
     keys = jax.vmap(jax.random.key)(jnp.arange(n))
     two = smp.gumbel(smp.position_keys(keys, smp.MATCH, jnp.tile(jnp.array([[5, 6]]), (n, 1))), vocab)
-    again = smp.gumbel(smp.position_keys(smp.round_keys(keys, jnp.full(n, 5)), smp.EXTRA, jnp.full((n, 1), 5)), vocab)
+    again = smp.gumbel(
+        smp.position_keys(smp.round_keys(keys, jnp.full(n, 5)), smp.EXTRA, jnp.full((n, 1), 5)), vocab
+    )
     noise = np.concatenate([two, again], 1).reshape(n, -1)
     assert np.abs(np.corrcoef(noise.T) - np.eye(noise.shape[1])).max() < 0.08
     np.testing.assert_allclose(noise.mean(0), np.euler_gamma, atol=0.1)

@@ -337,5 +337,5 @@ def test_real_errors_exit_with_two():
 
 def test_real_prompt_checks_come_before_compiling():
     failed = specjax_command("generate", "tiny", "")
-    assert failed.communicate(timeout=120)[1].startswith("error: the prompt is an empty string")
+    assert failed.communicate(timeout=120)[1].startswith("error: prompt 0 is an empty string")
     assert failed.returncode == 2

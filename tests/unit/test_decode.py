@@ -19,10 +19,12 @@ from tiny_models import (
     target,
     told,
     whole_pass,
+    with_drafter,
     with_meta,
 )
 
 import specjax
+from specjax import testing
 from specjax.core import loop, programs
 
 TOLERANCE = 1e-4  # of a float32 log-probability
@@ -490,6 +492,24 @@ def test_a_sample_depends_on_its_own_row_only():
 
 
 HOT_TWICE = {name: [value, value] for name, value in HOT.items()}
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["point mass", "drawn drafts"])
+def test_the_rejection_rule_keeps_scores_seeds_and_greedy_rows(sampled):
+    """LGP.1, RNG.1, DST.6: accepted, corrected and bonus tokens carry the target's own log-probability; the
+    same seed gives the same ids; a greedy row between sampled ones stays greedy."""
+    drawn = with_drafter(target(), "specjax.testing:SAMPLED", testing.bigram(4, VOCAB))
+    params = drawn if sampled else told("ALWAYS_RIGHT")
+    options = {"temperature": [2.5, 0.0, 2.5], "seed": 3, "rule": "reject"}
+    out = decode(params, PROMPTS[:3], **options)
+    for prompt, (completion,) in zip(PROMPTS, out.completions, strict=False):
+        expected = scores_of(target(), prompt, sound(completion).tokens)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+    assert out.tokens[1] == greedy(PROMPTS[1], 40)[0]
+    assert out.tokens[0] != greedy(PROMPTS[0], 40)[0]
+    assert out.total.accepted > 0
+    assert decode(params, PROMPTS[:3], **options).tokens == out.tokens
+    assert decode(params, PROMPTS[:3], **options | {"seed": 4}).tokens[0] != out.tokens[0]
 
 
 def test_samples_differ_from_one_another():
