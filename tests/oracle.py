@@ -112,7 +112,8 @@ def _decide(i, draft, adjusted, probs, random, rule, q):
             return int(np.argmax(np.log(probs) + random["match"][i]))
         weight = probs
         if draft is not None:
-            if random["accept"][i] * (1.0 if q is None else q[draft]) < probs[draft]:
+            exists = 0 <= draft < len(probs)
+            if exists and random["accept"][i] * (1.0 if q is None else q[draft]) < probs[draft]:
                 return draft
             weight = np.maximum(probs - (np.arange(len(probs)) == draft if q is None else q), 0)
             weight = probs if weight.sum() == 0 else weight

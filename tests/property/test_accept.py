@@ -228,6 +228,27 @@ def test_what_lies_beyond_count_does_not_matter(options, rule, q_kind, seed):
         assert np.array_equal(found.logprobs[kept], wanted.logprobs[kept])
 
 
+@pytest.mark.parametrize(("options", "rule", "q_kind"), [VARIANTS[3], VARIANTS[4]])
+@pytest.mark.parametrize("missing", [-1, V, 2**31 - 1])
+def test_ids_that_do_not_exist_are_wrong_drafts(options, rule, q_kind, missing):
+    """VOC.3, DST.1: a draft id outside the vocabulary is refused, and the token after it follows the
+    target's own law."""
+    for seed in range(5):
+        logits, drafts, count, rows, q = draw_case(seed, options, q_kind)
+        drafts[:, 1] = missing
+        case = (logits, drafts, count, rows, q)
+        verdict = verdict_of(case, options, rule, garbage=missing)
+        for b, row in enumerate(rows):
+            first = drafts[b, : min(count[b], 1)].tolist()
+            refused = [*first, missing] if count[b] > 1 else first
+            _, tokens, reason, scores = oracle.accept_row(logits[b], refused, row, rule)
+            n = len(tokens)
+            assert verdict.out_tokens[b, : verdict.emitted[b]].tolist() == tokens
+            assert verdict.accepted[b] == min(sum(t == d for t, d in zip(tokens, first, strict=False)), n)
+            assert verdict.reason[b] == reason
+            np.testing.assert_allclose(verdict.logprobs[b, :n], scores, atol=1e-5)
+
+
 @pytest.mark.parametrize(("options", "rule", "q_kind"), [VARIANTS[3], VARIANTS[6]])
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**31))

@@ -110,6 +110,7 @@ def rounds(drafter: str, rule: str):
 
 def sample(drafter: str, rule: str, setting: str, seed: int = 0, rows: int = ROWS):
     """(tokens [rows, 3], drafts accepted in the first round [rows])."""
+    rows -= rows % len(SETTINGS[setting])  # whole groups, so that samples can be joined
     state = batch(SETTINGS[setting], seed, rows)
     tokens, accepted = jax.tree.map(np.asarray, rounds(drafter, rule)(state))
     return tokens, accepted

@@ -605,11 +605,13 @@ def test_penalties(values):
     options = {name: v if v not in (0.0, 1.0) else inert[name] for name, v in zip(names, values, strict=True)}
     expected = penalised(prompt, 40, bias, *values)
     assert expected != greedy(prompt, 40)[0]
-    for params in (target(), ngram_params()):
+    right = testing.telling([(prompt, expected)], "ALWAYS_RIGHT", size=CONTEXT, texts=8)
+    for params in (target(), ngram_params(), told().replace(drafter=right)):
         out = decode(params, prompt, logit_bias=bias, **options)
         assert out.tokens == expected
         np.testing.assert_allclose(out.logprobs, scores_of(target(), prompt, out.tokens), atol=TOLERANCE)
-    assert out.stats.proposed > 0
+        assert params is target() or out.stats.proposed > 0
+    assert out.stats.accepted == out.stats.proposed > 0
 
 
 def test_forbidden_tokens_never_come():

@@ -154,16 +154,31 @@ def test_width_of_a_draft():
         specjax.verify_step(told(), state, specjax.draft_step(told(), state)[0], rule="maybe")
 
 
+def test_no_budget_no_token():
+    """STP.3, CTX.4: a state with nothing to do is done from the start, its neighbour is not."""
+    state = specjax.start(told(), PAIR, max_new_tokens=[0, NEW])
+    assert rows(state) == [[], expected(1)[1]]
+    assert state.done.tolist() == [True, False]
+    state, verdict = step()(told(), state)
+    assert rows(state)[0] == []
+    assert verdict.emitted[0] == 0
+
+
 def test_steps_refuse_what_they_cannot_do():
     """OPT.3: stop strings live on the host."""
     with pytest.raises(ValueError, match="stop ids only"):
         start(target(), stop="END")
     with pytest.raises(TypeError, match="unknown option 'foo'"):
         start(target(), foo=1)
-    stop = expected()[0][3]
-    state = start(told(), stop=[stop])
+
+
+def test_a_stop_inside_a_block():
+    """STP.1, I7: one number cuts tokens, length and acceptance alike."""
+    stop, params = expected()[0][3], told("ALWAYS_RIGHT")
+    state = start(params, stop=[stop])
     while not state.done.all():
-        state, _ = step()(told(), state)
+        state, verdict = step()(params, state)
+        assert (verdict.accepted <= verdict.emitted).all()
     cut = lambda row: row[: row.index(stop) + 1] if stop in row else row  # noqa: E731
     assert rows(state) == [cut(row) for row in expected()]
 
