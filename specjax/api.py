@@ -246,9 +246,10 @@ def verify_step(
 ) -> tuple[State, Verdict]:
     """Second half of a round, pure: check a proposal in one target pass, commit what is kept.
 
-    The proposal may be no wider than the ``k`` the state was started with. Raises ValueError when
-    sampling without any key.
+    Raises ValueError when sampling without any key, and for a proposal wider than the ``k`` the state was
+    started with.
     """
+    _check_width(params, state, proposal.tokens.shape[1])
     if rule not in ("auto", "match", "reject"):
         raise ValueError(f"rule must be 'auto', 'match' or 'reject', got {rule!r}")
     weights, chosen = (params.target, params.drafter), None if rule == "auto" else rule
@@ -256,6 +257,18 @@ def verify_step(
         params.meta.pair, weights, _keyed(state, key), proposal, chosen, logprobs
     )
     return state, verdict if logprobs else dataclasses.replace(verdict, logprobs=None)
+
+
+def _check_width(params: Params, state: State, k: int) -> None:
+    """A cache made for narrower blocks has no room for this one at the end of the buffer."""
+    (rows, size), meta = state.tokens.shape, params.meta
+    create = registry.target(meta.family).init_cache
+    wanted = jax.eval_shape(lambda: create(meta.target_cfg, rows, size + k + 1, k + 1, jnp.float32))
+    pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(state.target), strict=True)
+    if any(need > have for a, b in pairs for need, have in zip(a.shape, b.shape, strict=True)):
+        raise ValueError(
+            f"the proposal is {k} wide, more than the state was started for: pass k={k} to start"
+        )
 
 
 def _keyed(state: State, key: Array | None) -> State:

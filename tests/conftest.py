@@ -50,3 +50,24 @@ def pytest_collection_modifyitems(items):
             item.add_marker(missing)
         if not on_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: set SPECJAX_TEST_PLATFORM=cuda or rocm"))
+
+
+#: A compiled CPU program takes about 75 memory maps, and Linux allows a process 65,530: XLA crashes beyond.
+MOST_MAPS = 25_000
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """Forget compiled programs after a test when there are very many."""
+    yield
+    try:
+        maps = Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:  # the file is Linux's
+        return
+    if maps > MOST_MAPS:
+        import jax
+
+        from specjax.core import programs
+
+        programs._store.cache_clear()
+        jax.clear_caches()

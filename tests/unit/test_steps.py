@@ -154,6 +154,16 @@ def test_width_of_a_draft():
         specjax.verify_step(told(), state, specjax.draft_step(told(), state)[0], rule="maybe")
 
 
+def test_a_proposal_wider_than_the_state():
+    """CTX.1: it would not fit behind the last token of the buffer, so it is refused, not cut or misplaced."""
+    narrow, wide = start(told(), k=2), start(told(), k=6)
+    with pytest.raises(ValueError, match=r"proposal is 4 wide, .*pass k=4 to start"):
+        specjax.verify_step(told(), narrow, specjax.draft_step(told(), narrow)[0])
+    two = functools.partial(specjax.draft_step, told(), k=2)
+    run = jax.jit(specjax.verify_step)
+    assert rows(run(told(), narrow, two(narrow)[0])[0]) == rows(run(told(), wide, two(wide)[0])[0])
+
+
 def test_no_budget_no_token():
     """STP.3, CTX.4: a state with nothing to do is done from the start, its neighbour is not."""
     state = specjax.start(told(), PAIR, max_new_tokens=[0, NEW])
