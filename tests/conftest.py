@@ -53,21 +53,32 @@ def pytest_collection_modifyitems(items):
 
 
 #: A compiled CPU program takes about 75 memory maps, and Linux allows a process 65,530: XLA crashes beyond.
-MOST_MAPS = 25_000
+#: Programs are forgotten between modules, since module-scoped fixtures compile for the tests after them; within
+#: a module only when there is no other way.
+MAPS_BETWEEN_MODULES, MAPS_BETWEEN_TESTS = 20_000, 45_000
 
 
-@pytest.fixture(autouse=True)
-def few_programs():
-    """Forget compiled programs after a test when there are very many."""
-    yield
+def forget_programs(beyond: int) -> None:
     try:
         maps = Path("/proc/self/maps").read_bytes().count(b"\n")
     except OSError:  # the file is Linux's
         return
-    if maps > MOST_MAPS:
+    if maps > beyond:
         import jax
 
         from specjax.core import programs
 
         programs._store.cache_clear()
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    yield
+    forget_programs(MAPS_BETWEEN_MODULES)
+
+
+@pytest.fixture(autouse=True)
+def not_too_many_programs():
+    yield
+    forget_programs(MAPS_BETWEEN_TESTS)

@@ -7,11 +7,13 @@ import jax
 import numpy as np
 import pytest
 from jax import monitoring
-from jax._src.array import ArrayImpl
 from tiny_models import OPTIONS, PROMPTS, greedy, ngram_params, target, told, uncompiled, with_meta
 
 import specjax
 from specjax.core import loop, programs
+
+#: The class of every jax array.
+ARRAY = type(jax.numpy.zeros(()))
 
 HOT = {"temperature": 1.5, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "logit_bias": {75: 1.0}}
 
@@ -139,7 +141,7 @@ def test_at_most_one_read_per_chunk(params, rounds, monkeypatch):
 
         monkeypatch.setattr(programs.Engine, name, counted)
 
-    real_value, reading = ArrayImpl._value, []
+    real_value, reading = ARRAY._value, []
 
     def device_get(tree, real=jax.device_get):
         log.append("read")
@@ -153,7 +155,7 @@ def test_at_most_one_read_per_chunk(params, rounds, monkeypatch):
             log.append("hidden read" if log else "before the first prefill")
         return real_value.fget(array)
 
-    monkeypatch.setattr(ArrayImpl, "_value", property(value))
+    monkeypatch.setattr(ARRAY, "_value", property(value))
     monkeypatch.setattr(loop.jax, "device_get", device_get)
     out = specjax.decode(params, PROMPTS[:3], rounds=rounds, **OPTIONS)
     monkeypatch.undo()
