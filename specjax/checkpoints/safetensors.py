@@ -31,6 +31,13 @@ class Tensors:
     def names(self) -> set[str]:
         return set(self.files)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor; nothing is read."""
+        return {
+            name: tuple(self._handle(file).get_slice(name).get_shape()) for name, file in self.files.items()
+        }
+
     def get(self, name: str) -> np.ndarray:
         """The tensor as stored (bfloat16 included)."""
         handle = self._handle(self.files[name])

@@ -64,7 +64,7 @@ def random_weights(abstract: Any, seed: int, dtype: Any, scale: float = 1.0) -> 
 
 def _initial(spec: ArraySpec, seed: list[int], dtype: Any, scale: float) -> jax.Array:
     if spec.init != "normal":
-        return jnp.full(spec.shape, 1.0 if spec.init == "ones" else 0.0, dtype)
+        return jnp.full(spec.shape, 1.0 if spec.init == "ones" else 0.0, spec.dtype or dtype)
     fan_in = spec.shape[-1]
     if spec.axes[-2:] == ("heads", None):  # an output projection contracts heads and channels
         fan_in *= spec.shape[-2]

@@ -28,6 +28,7 @@ from specjax.types import (
     RUNNING,
     AbsorbIn,
     Ctx,
+    Mode,
     Pair,
     Proposal,
     Rule,
@@ -146,7 +147,7 @@ def _verify_width(pair: Pair, width: int, k: int, rule, logprobs, weights, state
     )
     cache = target.commit(cfg, out.cache, verdict.emitted)
     state = commit(dataclasses.replace(state, target=cache), verdict)
-    state = _absorb(pair, weights, state, block, verdict.out_tokens, pos, verdict.emitted, out)
+    state = _absorb(pair, weights, state, block, verdict.out_tokens, pos, verdict.emitted, out, "verify")
     pad = lambda x: jnp.pad(x, ((0, 0), (0, k - width)))  # noqa: E731
     return state, dataclasses.replace(
         verdict, out_tokens=pad(verdict.out_tokens), logprobs=pad(verdict.logprobs)
@@ -186,10 +187,11 @@ def needs(pair: Pair) -> TapSpec:
     return registry.drafter(pair.drafter).NEEDS(pair.drafter_cfg)
 
 
-def _absorb(pair: Pair, weights, state: State, tokens, next_tokens, pos, keep, out) -> State:
+def _absorb(pair: Pair, weights, state: State, tokens, next_tokens, pos, keep, out, mode: Mode) -> State:
     if pair.drafter is None:
         return state
-    block = AbsorbIn(tokens, next_tokens, pos, keep, out.hidden if needs(pair).hidden else None, out.taps)
+    hidden = out.hidden if needs(pair).hidden else None
+    block = AbsorbIn(tokens, next_tokens, pos, keep, hidden, out.taps, mode)
     shared = registry.target(pair.family).shared(weights[0], pair.target_cfg)
     dstate = registry.drafter(pair.drafter).absorb(weights[1], shared, pair.drafter_cfg, state.drafter, block)
     return dataclasses.replace(state, drafter=dstate)
@@ -223,7 +225,7 @@ def prefill(
     verdict = accept(hidden, unembed, empty, empty.count, ends, state, rule, logprobs)
     state = commit(dataclasses.replace(state, target=out.cache), verdict)
     following = jnp.take_along_axis(state.tokens, jnp.minimum(pos + 1, last), 1)
-    return _absorb(pair, weights, state, block, following, pos, valid, out), verdict
+    return _absorb(pair, weights, state, block, following, pos, valid, out, "extend"), verdict
 
 
 def finish(state: State, rows: Array) -> State:

@@ -2,6 +2,9 @@
 
 A drafter proposes tokens and may keep a state of its own. It can only cost speed: whatever it proposes,
 the target decides. Found through :mod:`specjax.registry`, or passed to ``load`` as a module.
+
+Optional functions: ``default`` (see below); ``from_json(data, target_cfg)`` when the config cannot be rebuilt
+field by field.
 """
 
 from collections.abc import Mapping
@@ -21,12 +24,28 @@ class DrafterConfig(Protocol):
 class Drafter(Protocol):
     """Functions of a drafter. ``config``, ``NEEDS`` and ``abstract`` run on the host."""
 
-    #: Proposal length varies from round to round: the loop then compiles narrower verify widths.
-    VARIABLE: bool
-    #: Largest k the drafter can serve, given its config; None = any.
+    #: The frozen config class, which a saved checkpoint rebuilds from JSON.
+    Config: type
 
-    def config(self, hf: Mapping[str, Any], target_cfg: Any) -> DrafterConfig:
-        """Frozen config; checks compatibility with the target here, before anything compiles."""
+    def config(self, settings: Mapping[str, Any], target_cfg: Any) -> DrafterConfig:
+        """Frozen config; checks compatibility with the target here, before anything compiles.
+
+        ``settings`` come from :mod:`specjax.checkpoints.formats` (drafters with weights) or from a
+        speculative config (drafters without).
+        """
+        ...
+
+    def default(self, platform: str) -> DrafterConfig:
+        """Settings when none are given, for a jax backend name. Only drafters without weights have this."""
+        ...
+
+    def tiny(self, target_cfg: Any) -> DrafterConfig:
+        """A small config for the given target: what tests and examples run with random weights."""
+        ...
+
+    def varies(self, cfg: Any) -> bool:
+        """Whether the number of proposals changes from round to round: the loop then compiles narrower
+        verifications beside the widest."""
         ...
 
     def NEEDS(self, cfg: Any) -> TapSpec:

@@ -20,8 +20,6 @@ from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
 
 Match = Literal["recent", "earliest"]
 
-VARIABLE = True
-
 #: Largest draft by default, and what verifying w drafts costs, in plain steps (batch 1; a 135M Llama in
 #: float32 on one CPU core, an 8B one in bfloat16 on a data-centre GPU). Costs decide how much is drafted.
 DEFAULT_K = {"cpu": 7, "gpu": 7}
@@ -94,6 +92,18 @@ _KEYS = {"method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup
 def _at_least_one(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def tiny(target_cfg: Any) -> Config:
+    """Short n-grams, drafted whenever they match."""
+    del target_cfg
+    return Config(4, lookup_max=3, lookup_min=1)
+
+
+def varies(cfg: Config) -> bool:
+    """Between none and k tokens."""
+    del cfg
+    return True
 
 
 def NEEDS(cfg: Config) -> TapSpec:

@@ -1,9 +1,12 @@
-"""Grouped-query attention of a block over cached keys, masked by position alone."""
+"""Grouped-query attention of a block over cached keys; what is visible follows from positions."""
+
+import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.layers.linear import precision_of
 
@@ -22,33 +25,58 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "B Q H C"]:
-    """Softmax attention in float32; query head h reads key/value head ``h // (H/G)``.
-
-    A key is visible when ``0 <= key_pos <= q_pos`` (and ``key_pos > q_pos - window``). Values nobody sees
-    are zeroed, since garbage in a cache may be NaN and 0 * NaN is NaN.
-    """
-    groups, queries = keys.shape[1], q.shape[1]
-    packed = rearrange(q, "b q (g r) c -> b g (r q) c", g=groups)
-    scores = _product(packed, keys, transposed=True)
-    scores = rearrange(scores * scale, "b g (r q) s -> b g r q s", q=queries)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    visible = _visible(q_pos, key_pos, window)
-    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-    # a row that sees nothing (padding) must give zeros, not NaN
-    top = jnp.maximum(jnp.max(scores, -1, keepdims=True), -1e30)
-    weights = jnp.exp(scores - top)
-    weights = weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-30)
-    seen = visible.any(1)[:, None, :, None]
-    weights = rearrange(weights, "b g r q s -> b g (r q) s").astype(q.dtype)
-    out = _product(weights, jnp.where(seen, values, 0), transposed=False)
-    return rearrange(out.astype(q.dtype), "b g (r q) c -> b q (g r) c", q=queries)
+    """Causal attention: a key is visible when ``0 <= key_pos <= q_pos`` (and ``key_pos > q_pos - window``)."""
+    return attend_parts(q, ((keys, values, causal(q_pos, key_pos, window)),), scale, softcap)
 
 
-def _visible(q_pos, key_pos, window) -> jax.Array:
+def causal(
+    q_pos: Int[Array, "B Q"], key_pos: Int[Array, "B S"], window: int | None = None
+) -> Bool[Array, "B Q S"]:
+    """Which keys each query sees. Negative key positions are empty slots."""
     q, key = q_pos[:, :, None], key_pos[:, None, :]
     ok = (key >= 0) & (key <= q)
     return ok if window is None else ok & (key > q - window)
+
+
+def attend_parts(
+    q: Float[Array, "B Q H C"],
+    parts: Sequence[tuple[Float[Array, "B G _ C"], Float[Array, "B G _ C"], Bool[Array, "B Q _"]]],
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "B Q H C"]:
+    """Softmax attention in float32 over several sets of (keys, values, visible), as if they were joined.
+
+    Query head h reads key/value head ``h // (H/G)``. A cache and a block are two parts, so that nothing has
+    to be copied together. Values nobody sees are zeroed, since garbage in a cache may be NaN and 0 * NaN is
+    NaN; a query that sees nothing (padding) gives zeros.
+    """
+    groups, queries = parts[0][0].shape[1], q.shape[1]
+    packed = rearrange(q, "b q (g r) c -> b g (r q) c", g=groups)
+    scores = [_scores(packed, keys, visible, scale, softcap) for keys, _, visible in parts]
+    top = functools.reduce(jnp.maximum, (jnp.max(s, -1, keepdims=True) for s in scores))
+    weights = [jnp.exp(s - jnp.maximum(top, -1e30)) for s in scores]
+    total = jnp.maximum(sum(jnp.sum(w, -1, keepdims=True) for w in weights), 1e-30)
+    mixed = (
+        _mix((w / total).astype(q.dtype), values, visible)
+        for w, (_, values, visible) in zip(weights, parts, strict=True)
+    )
+    out = functools.reduce(jnp.add, mixed)
+    return rearrange(out.astype(q.dtype), "b g (r q) c -> b q (g r) c", q=queries)
+
+
+def _scores(packed, keys, visible, scale, softcap) -> jax.Array:
+    """Masked float32 scores ``[B G R Q S]``."""
+    scores = _product(packed, keys, transposed=True) * scale
+    scores = rearrange(scores, "b g (r q) s -> b g r q s", q=visible.shape[1])
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    return jnp.where(visible[:, None, None], scores, -jnp.inf)
+
+
+def _mix(weights, values, visible) -> jax.Array:
+    seen = visible.any(1)[:, None, :, None]
+    weights = rearrange(weights, "b g r q s -> b g (r q) s")
+    return _product(weights, jnp.where(seen, values, 0), transposed=False)
 
 
 def _product(a: jax.Array, b: jax.Array, transposed: bool) -> jax.Array:

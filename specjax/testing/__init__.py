@@ -17,7 +17,7 @@ from specjax.testing.drafters import (
     script,
 )
 from specjax.testing.micro import micro_params
-from specjax.testing.models import tiny_config, tiny_params
+from specjax.testing.models import tiny_config, tiny_drafter, tiny_params
 from specjax.testing.sampled import LIAR, MIXED, POINT, SAMPLED, SELF, Bigram, SelfConfig, bigram
 from specjax.testing.sliding import sliding_params
 from specjax.testing.stats import chisquare, histogram, joint_law
@@ -51,5 +51,6 @@ __all__ = [
     "sliding_params",
     "telling",
     "tiny_config",
+    "tiny_drafter",
     "tiny_params",
 ]

@@ -58,12 +58,16 @@ class Scripted:
     """A drafter in the sense of :class:`specjax.drafters.base.Drafter`: right tokens, then ``spoil``."""
 
     spoil: Spoil
-    VARIABLE: bool = False
+    variable: bool = False
     Config = Script  # not a field: the registry reads it to rebuild configs
 
     def config(self, hf: Mapping[str, Any], target_cfg: Any) -> Script:
         """Script from its own fields as a dict."""
         return script(**{"vocab": target_cfg.vocab_size, **hf})
+
+    def varies(self, cfg: Any) -> bool:
+        """As declared."""
+        return self.variable
 
     def NEEDS(self, cfg: Script) -> TapSpec:
         """Nothing."""
@@ -168,5 +172,5 @@ def _stop_inside(cfg: Script, row: Row):
 ALWAYS_RIGHT = Scripted(_always_right)
 ALWAYS_WRONG = Scripted(_always_wrong)
 EVERY_THIRD_WRONG = Scripted(_every_third_wrong)
-RANDOM_COUNT = Scripted(_random_count, VARIABLE=True)
+RANDOM_COUNT = Scripted(_random_count, variable=True)
 STOP_INSIDE = Scripted(_stop_inside)

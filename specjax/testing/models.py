@@ -64,13 +64,27 @@ def tiny_params(
     return Params(weights, lent, meta)
 
 
+def tiny_drafter(params: Params, name: str, seed: int = 1, cfg: Any = None, **changes: Any) -> Params:
+    """``params`` with a registered drafter of random weights.
+
+    ``cfg`` defaults to the drafter's own ``tiny`` config; ``changes`` replace fields of it.
+    """
+    module = registry.drafter(name)
+    cfg = module.tiny(params.meta.target_cfg) if cfg is None else cfg
+    cfg = dataclasses.replace(cfg, **changes) if changes else cfg
+    specs = module.abstract(cfg)
+    weights = None if specs is None else _random(specs, seed)
+    meta = dataclasses.replace(params.meta, drafter=name, drafter_cfg=cfg)
+    return Params(params.target, weights, meta)
+
+
 def _random(specs: Any, seed: int) -> Any:
     """Arrays in place of ArraySpecs; drawn by NumPy so that they are the same on every device."""
     rng = np.random.default_rng(seed)
 
     def make(spec: ArraySpec):
         if spec.init != "normal":
-            return jnp.full(spec.shape, 1.0 if spec.init == "ones" else 0.0, jnp.float32)
+            return jnp.full(spec.shape, 1.0 if spec.init == "ones" else 0.0, spec.dtype or jnp.float32)
         mixes_heads = len(spec.shape) == 3 and spec.axes[0] is None  # output projection [D H C]
         fan_in = np.prod(spec.shape[1:]) if mixes_heads else spec.shape[-1]
         return jnp.asarray(rng.standard_normal(spec.shape) / np.sqrt(fan_in), jnp.float32)

@@ -16,7 +16,9 @@ from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
 class _Stateless:
     """The parts of the contract that a drafter without state and needs shares."""
 
-    VARIABLE = False
+    def varies(self, cfg: Any) -> bool:
+        """Always k tokens."""
+        return False
 
     def NEEDS(self, cfg: Any) -> TapSpec:
         """Nothing."""

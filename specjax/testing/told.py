@@ -98,13 +98,17 @@ class _Spoiling:
 class Told:
     """A drafter in the sense of :class:`specjax.drafters.base.Drafter`."""
 
-    VARIABLE: bool = False
+    variable: bool = False
     witness: bool = False
     Config = ToldConfig  # not a field: the registry reads it to rebuild configs
 
     def config(self, hf: Mapping[str, Any], target_cfg: Any) -> ToldConfig:
         """Config from its own fields as a dict."""
         return ToldConfig(**{"vocab": target_cfg.vocab_size, **hf})
+
+    def varies(self, cfg: Any) -> bool:
+        """As declared."""
+        return self.variable
 
     def NEEDS(self, cfg: ToldConfig) -> TapSpec:
         """The hidden state and the embedding for ``WITNESS``, else nothing."""
@@ -172,5 +176,5 @@ def in_order(notes: Notes, tokens: Int[Array, "B T"], length: Int[Array, " B"]) 
 
 
 TOLD = Told()
-TOLD_VARIABLE = Told(VARIABLE=True)
+TOLD_VARIABLE = Told(variable=True)
 WITNESS = Told(witness=True)

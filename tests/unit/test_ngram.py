@@ -70,7 +70,7 @@ def test_no_quadratic_intermediate():
 
 def test_contract():
     cfg = ngram.default("cpu")
-    assert ngram.VARIABLE
+    assert ngram.varies(cfg)
     assert ngram.NEEDS(cfg) == TapSpec()
     assert ngram.abstract(cfg) is None
     assert ngram.init_state(cfg, 2, 64, 4, jnp.float32) == ()

@@ -71,7 +71,7 @@ def test_random_count_takes_every_value():
     rows = [[1, *(i % VOCAB for i in range(1, n))] for n in range(1, 26)]
     counts = {int(c) for c in drafted(testing.RANDOM_COUNT, rows, cfg=long).count}
     assert counts == {0, 1, 2, 3, 4}
-    assert testing.RANDOM_COUNT.VARIABLE
+    assert testing.RANDOM_COUNT.varies(None)
 
 
 def test_stop_inside_replaces_one_draft():
