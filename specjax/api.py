@@ -166,7 +166,7 @@ def decode(params: Params, prompt: Any, **options: Any) -> Result:
     Raises:
         ValueError: anything wrong with the request, before compiling.
         TypeError: an option that does not exist.
-        FloatingPointError: the target's logits are not finite.
+        FloatingPointError: the target's logits are not finite (``.result`` holds what the other prompts gave).
     """
     return _generate.decode(params, prompt, **options)
 

@@ -20,6 +20,7 @@ from specjax.config import (
     Program,
     per_request,
     positive,
+    row_bucket,
     token_bucket,
 )
 from specjax.core.loop import Driving, Job
@@ -128,7 +129,9 @@ def _plan(
         raise ValueError(f"loop must be 'device' or 'host', got {loop!r}")
     if positive("prefill_chunk", prefill_chunk) & (prefill_chunk - 1):
         raise ValueError(f"prefill_chunk must be a power of two, got {prefill_chunk}")
-    drive = Driving(loop, min(positive("rounds", rounds), ROUNDS), prefill_chunk)
+    if positive("rounds", rounds) > ROUNDS:
+        raise ValueError(f"rounds={rounds} is more than one device call records; at most {ROUNDS}")
+    drive = Driving(loop, rounds, prefill_chunk)
     return Call(params, jobs, program, drive, n, given.single, logprobs, verbose)
 
 
@@ -292,7 +295,7 @@ def _program(params: Params, jobs, k, rule, rows, max_len, logprobs) -> Program:
     stops = max(len(job.options.stop_ids) for job in jobs)
     return Program(
         pair=meta.pair,
-        rows=min(positive("rows", DEFAULT_ROWS if rows is None else rows), len(jobs)),
+        rows=row_bucket(len(jobs), positive("rows", DEFAULT_ROWS if rows is None else rows)),
         tokens=token_bucket(max_len or longest),
         k=k,
         rounds=ROUNDS,

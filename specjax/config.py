@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax import registry
+from specjax.core.platform import backend
 from specjax.types import Pair, Rule
 
 TOKEN_BUCKET_LIMIT = 1024  # token buffers: powers of two up to here, multiples above
@@ -125,6 +126,16 @@ def token_bucket(n: int) -> int:
     while size < n and size < TOKEN_BUCKET_LIMIT:
         size *= 2
     return size if size >= n else -(-n // TOKEN_BUCKET_LIMIT) * TOKEN_BUCKET_LIMIT
+
+
+def row_bucket(jobs: int, most: int) -> int:
+    """Rows decoded at once for ``jobs`` sequences, at most ``most``.
+
+    On accelerators the next power of two: an idle row is nearly free there, another program costs a minute.
+    """
+    if backend() == "cpu":
+        return min(jobs, most)
+    return min(1 << (jobs - 1).bit_length(), most)
 
 
 def prefill_bucket(n: int, chunk: int) -> int:

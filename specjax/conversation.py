@@ -121,7 +121,9 @@ class Conversation:
         if self._state is None or self._program is None:
             return None, 0
         common = _common_prefix(self._held, job.prompt)
-        start = common - 1  # the anchor's features are needed again: a drafter pairs them with its successor
+        # The anchor's features are needed again: a drafter pairs them with its successor. One more position is
+        # fed for drafters that run ahead on their own drafts and never saw the last one.
+        start = max(common - 2, 0)
         if start < _min_resume(self._program, len(self._held)) or program.k != self._program.k:
             return None, 0
         kept = self._state

@@ -11,7 +11,7 @@ from specjax.config import (
 from specjax.core.loop import STOP_STRING, Job, serve
 from specjax.core.platform import enable_compilation_cache
 from specjax.core.programs import Engine
-from specjax.results import Completion, Piece, Result
+from specjax.results import Completion, NonFiniteError, Piece, Result
 from specjax.text import StopFilter, StopStrings, StreamDecoder
 from specjax.types import Params
 
@@ -22,8 +22,8 @@ def decode(params: Params, prompt: Any, **options: Any) -> Result:
     enable_compilation_cache()
     main, one = call.engines()
     try:
-        for job in serve(main, one, call.jobs, call.drive):
-            raise_nonfinite(job)
+        for _ in serve(main, one, call.jobs, call.drive):
+            pass
     except KeyboardInterrupt:
         if not any(job.tokens for job in call.jobs):
             raise
@@ -31,16 +31,23 @@ def decode(params: Params, prompt: Any, **options: Any) -> Result:
     seconds = sum(engine.compile_seconds for engine in {main, one})
     done = [completion(params.meta, job, call.logprobs, seconds) for job in call.jobs]
     groups = [done[i : i + call.samples] for i in range(0, len(done), call.samples)]
-    return Result(groups, call.single)
+    result = Result(groups, call.single)
+    raise_nonfinite(*call.jobs, result=result, samples=call.samples)
+    return result
 
 
-def raise_nonfinite(job: Job) -> None:
-    """FloatingPointError for a job that ended on logits that are not finite."""
-    if job.reason == "nonfinite":
-        raise FloatingPointError(
-            f"the target's logits are not finite for prompt {job.index} at position "
-            f"{len(job.prompt) + len(job.tokens)}; load with dtype='float32' or check the weights"
-        )
+def raise_nonfinite(*jobs: Job, result: Result | None = None, samples: int = 1) -> None:
+    """:class:`NonFiniteError` when a job ended on logits that are not finite; ``result`` goes along."""
+    bad = [job for job in jobs if job.reason == "nonfinite"]
+    if not bad:
+        return
+    first, more = bad[0], len(bad) - 1
+    place = f"prompt {first.index // samples} at position {len(first.prompt) + len(first.tokens)}"
+    others = f" (and {more} more of {len(jobs)}; the rest is in the error's .result)" if len(jobs) > 1 else ""
+    raise NonFiniteError(
+        f"the target's logits are not finite for {place}{others}; load with dtype='float32' or check the weights",
+        result,
+    )
 
 
 def interrupt(jobs: list[Job]) -> None:

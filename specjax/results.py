@@ -12,7 +12,8 @@ class Completion:
     """One generated sequence.
 
     ``tokens`` ends with the stop id if there was one; ``text`` does not show it. ``drafted[i]`` says
-    whether token i came from the drafter. ``finish_reason`` is "stop", "length" or "interrupted".
+    whether token i came from the drafter. ``finish_reason`` is "stop", "length" or "interrupted" ("nonfinite" in
+    the result that a :class:`NonFiniteError` carries).
     ``logprobs`` are the target's raw log-softmax values (None unless asked for).
     """
 
@@ -50,6 +51,10 @@ class Result:
         return self._each("logprobs")
 
     @property
+    def drafted(self) -> Any:
+        return self._each("drafted")
+
+    @property
     def stats(self) -> Any:
         return self._each("stats")
 
@@ -72,6 +77,15 @@ class Result:
         )
         texts = [c.text if c.text is not None else str(c.tokens) for g in self.completions for c in g]
         return "\n".join([head + (f" | {spec}" if t.proposed else ""), *texts])
+
+
+class NonFiniteError(FloatingPointError):
+    """The target's logits were not finite. ``result`` holds what was generated all the same, complete for the
+    other prompts; the affected ones end before the bad position with finish_reason "nonfinite"."""
+
+    def __init__(self, message: str, result: Result | None = None):
+        super().__init__(message)
+        self.result = result
 
 
 @dataclasses.dataclass(frozen=True)

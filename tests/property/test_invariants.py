@@ -302,8 +302,11 @@ def test_a_row_without_finite_logits_ends_alone():
         state = run(state)
     found = [np.asarray(state.tokens)[b, len(rows[b]) : state.length[b]].tolist() for b in (0, 2)]
     assert found == alone
-    with pytest.raises(FloatingPointError, match="prompt 1"):
+    with pytest.raises(FloatingPointError, match=r"prompt 1 at position 2 .*of 3") as raised:
         specjax.decode(base, rows, max_new_tokens=6)
+    result = raised.value.result
+    assert [result.tokens[0], result.tokens[2]] == alone  # nothing of the others is lost
+    assert result.finish_reason == ["length", "nonfinite", "length"]
 
 
 def test_states_are_ordinary_pytrees():

@@ -24,7 +24,7 @@ from tiny_models import (
 )
 
 import specjax
-from specjax import testing
+from specjax import config, testing
 from specjax.core import loop, programs
 
 TOLERANCE = 1e-4  # of a float32 log-probability
@@ -688,3 +688,12 @@ def test_the_host_loop_gives_the_same():
 
 
 NO_TIMES = {"prefill_seconds": 0.0, "decode_seconds": 0.0, "compile_seconds": 0.0}
+
+
+def test_rows_of_a_batch_on_accelerators(monkeypatch):
+    """PRF.3: batch sizes share programs where an idle row costs nothing; idle rows change no row's tokens."""
+    monkeypatch.setattr(config, "backend", lambda: "gpu")
+    assert [config.row_bucket(n, 8) for n in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 8]
+    assert config.row_bucket(5, 6) == 6
+    out = decode(told(), PROMPTS[:3])
+    assert out.tokens == [greedy(p, 40)[0] for p in PROMPTS[:3]]

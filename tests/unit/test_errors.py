@@ -88,6 +88,7 @@ BAD_OPTIONS = [
     ("loop", "gpu", "loop must be 'device' or 'host', got 'gpu'"),
     ("prefill_chunk", 24, "prefill_chunk must be a power of two, got 24"),
     ("rounds", 0, "rounds must be at least 1, got 0"),
+    ("rounds", 17, "rounds=17 is more than one device call records; at most 16"),
     ("k", 0, "k must be at least 1, got 0"),
     ("k", -3, "k must be at least 1, got -3"),
     ("k", 2.0, "k must be an integer, got 2.0"),
