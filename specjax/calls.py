@@ -18,6 +18,7 @@ from specjax.config import (
     Meta,
     Options,
     Program,
+    acceptance_rule,
     per_request,
     positive,
     row_bucket,
@@ -105,7 +106,7 @@ def _plan(
     n: int = 1,
     stop: Any = None,
     ignore_eos: bool = False,
-    rule: str = "auto",
+    rule: str | None = None,
     rows: int | None = None,
     max_len: int | None = None,
     logprobs: bool = False,
@@ -281,13 +282,17 @@ def width(meta: Meta, k: int | None) -> int:
         raise ValueError(
             f"k={width} drafts do not fit the model's context of {meta.target_cfg.max_positions}"
         )
+    most = getattr(registry.drafter(meta.drafter), "max_k", None)
+    if most is not None and width > most(meta.drafter_cfg):
+        raise ValueError(
+            f"k={width}, but this drafter gives at most {most(meta.drafter_cfg)} drafts per round"
+        )
     return width
 
 
 def _program(params: Params, jobs, k, rule, rows, max_len, logprobs) -> Program:
     meta = params.meta
-    if rule not in ("auto", "match", "reject"):
-        raise ValueError(f"rule must be 'auto', 'match' or 'reject', got {rule!r}")
+    rule = acceptance_rule(meta, rule)
     longest = max(job.limit for job in jobs)
     if max_len is not None and positive("max_len", max_len) < longest:
         raise ValueError(f"max_len={max_len} is less than the longest prompt + max_new_tokens ({longest})")
@@ -299,7 +304,7 @@ def _program(params: Params, jobs, k, rule, rows, max_len, logprobs) -> Program:
         tokens=token_bucket(max_len or longest),
         k=k,
         rounds=ROUNDS,
-        rule=None if rule == "auto" else rule,
+        rule=rule,
         logprobs=logprobs,
         flags=tuple(sorted(flags)),
         n_stop=-(-max(stops, 1) // STOP_BUCKET) * STOP_BUCKET,

@@ -15,6 +15,8 @@ TARGETS: dict[str, str] = {
 
 DRAFTERS: dict[str, str] = {
     "ngram": "specjax.drafters.ngram",
+    "eagle3": "specjax.drafters.eagle3",
+    "dflash": "specjax.drafters.dflash",
 }
 
 

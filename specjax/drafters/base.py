@@ -3,8 +3,8 @@
 A drafter proposes tokens and may keep a state of its own. It can only cost speed: whatever it proposes,
 the target decides. Found through :mod:`specjax.registry`, or passed to ``load`` as a module.
 
-Optional functions: ``default`` (see below); ``from_json(data, target_cfg)`` when the config cannot be rebuilt
-field by field.
+Optional functions: ``default`` (see below); ``max_k(cfg)``, the most drafts a round can have, for drafters with
+a limit; ``from_json(data, target_cfg)`` when the config cannot be rebuilt field by field.
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,241 @@
+"""DFlash and DFlash2: a whole block of drafts from one parallel pass, conditioned on the target's features.
+
+The block is the anchor followed by mask tokens. Context is injected, not computed: for every committed
+position before the anchor the target's taps are fused into one vector, each layer projects that to a key
+and a value, and those are cached. The block's own keys and values are used once and forgotten.
+
+Paper: Chen, Liang, Liu, "DFlash: Block Diffusion for Flash Speculative Decoding" (arXiv 2602.06036).
+Checkpoints: z-lab, DeepSpec, speculators and transformers (``specjax.checkpoints.formats``).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.core.cache import DenseKV
+from specjax.drafters import dflash2, pick
+from specjax.drafters.body import Layer, keys_values, layer_specs, output, queries
+from specjax.drafters.dflash_config import Config, check_k, config, max_k, tiny_fields
+from specjax.layers.attention import attend_parts
+from specjax.layers.linear import linear
+from specjax.layers.mlp import swiglu
+from specjax.layers.norm import rms_norm
+from specjax.layers.rope import rope_angles, rotate
+from specjax.types import AbsorbIn, ArraySpec, Ctx, Mode, Proposal, Shared, TapSpec
+
+__all__ = [
+    "NEEDS", "Config", "Weights", "absorb", "abstract", "config", "draft", "init_state", "max_k", "min_resume",
+    "tiny", "varies",
+]  # fmt: skip
+
+State = tuple[DenseKV, ...]
+
+
+@struct.dataclass
+class Weights:
+    """All weights; None where the target's are used or the drafter has no such part.
+
+    ``E`` rows of the drafter's own embedding, ``U`` rows of its head, ``W`` = taps * width of the target.
+    """
+
+    embed: Float[Array, "E D"] | None
+    mask: Float[Array, " D"] | None
+    fc: Float[Array, "D W"]
+    hidden_norm: Float[Array, " D"]
+    layers: tuple[Layer, ...]
+    convs: tuple[dflash2.LayerConvs, ...] | None
+    norm: Float[Array, " D"]
+    head: Float[Array, "U D"] | None
+    d2t: Int[Array, " U"] | None  # offsets: draft id i is target id i + d2t[i]
+    selector: dflash2.Selector | None
+
+
+def tiny(target_cfg: Any) -> Config:
+    """Two small layers, blocks of five rows, four drafts."""
+    return Config(**tiny_fields(target_cfg))
+
+
+def varies(cfg: Config) -> bool:
+    """Always k."""
+    del cfg
+    return False
+
+
+def NEEDS(cfg: Config) -> TapSpec:
+    """The taps that are fused."""
+    return TapSpec(tuple(sorted(set(cfg.taps))))
+
+
+def abstract(cfg: Config) -> Weights:
+    """Weight struct of ArraySpecs, under the names all formats share."""
+    d, shape = cfg.body.hidden_size, cfg.body
+    table = lambda rows, name: ArraySpec((rows, d), ("vocab", None), (name,)) if rows else None  # noqa: E731
+    one = lambda name: ArraySpec((d,), (None,), (name,), "ones")  # noqa: E731
+    return Weights(
+        embed=table(cfg.own_embed, "embed_tokens.weight"),
+        mask=ArraySpec((d,), (None,), ("mask_embedding",)) if cfg.mask_embedding else None,
+        fc=ArraySpec((d, len(cfg.taps) * cfg.tap_width), (None, None), ("fc.weight",)),
+        hidden_norm=one("hidden_norm.weight"),
+        layers=tuple(layer_specs(shape, f"layers.{i}.") for i in range(shape.layers)),
+        convs=None
+        if cfg.conv is None
+        else tuple(dflash2.conv_specs(cfg.conv, d, f"layers.{i}.") for i in range(shape.layers)),
+        norm=one("norm.weight"),
+        head=table(cfg.own_head, "lm_head.weight"),
+        d2t=ArraySpec((cfg.draft_vocab,), (None,), ("d2t",), "zeros", dtype="int32")
+        if cfg.draft_vocab
+        else None,
+        selector=None if cfg.selector is None else dflash2.selector_specs(cfg.selector, cfg.vocab, d),
+    )
+
+
+def init_state(cfg: Config, rows: int, slots: int, q_max: int, dtype: Any) -> State:
+    """Keys and values of the injected context, one dense cache per layer."""
+    del q_max
+    shape = (rows, cfg.body.kv_heads, slots, cfg.body.head_dim, dtype)
+    return tuple(DenseKV.create(*shape) for _ in range(cfg.body.layers))
+
+
+def absorb(p: Weights, shared: Shared, cfg: Config, dstate: State, block: AbsorbIn) -> State:
+    """The state with the context of the block's first ``keep`` positions injected."""
+    del shared
+    features = jnp.concatenate([block.taps[j] for j in cfg.taps], -1)
+    return inject(p, cfg, dstate, features, block.pos, block.keep, block.mode)
+
+
+def inject(
+    p: Weights,
+    cfg: Config,
+    dstate: State,
+    features: Float[Array, "B Q W"],
+    pos: Int[Array, "B Q"],
+    keep: Int[Array, " B"],
+    mode: Mode,
+) -> State:
+    """Fuse the taps, project them to every layer's keys and values, and write those at their positions.
+
+    The fused vector is the same for all layers and passes no other norm. After a verification rows at or
+    beyond ``keep`` land in slots that are invisible until they are overwritten.
+    """
+    fused = rms_norm(linear(features, p.fc), p.hidden_norm, cfg.body.eps)
+    angles = rope_angles(cfg.body.rope, pos)
+
+    def one(layer: Layer, kv: DenseKV) -> DenseKV:
+        k, v = keys_values(layer, cfg.body, fused)
+        return kv.extend(rotate(k, *angles), v, pos, keep, mode)[-1]
+
+    return tuple(one(layer, kv) for layer, kv in zip(p.layers, dstate, strict=True))
+
+
+def draft(
+    p: Weights, shared: Shared, cfg: Config, k: int, dstate: State, ctx: Ctx, keys: Array | None
+) -> tuple[Proposal, State]:
+    """``k`` drafts per row from one pass over the block; the state is left as it is."""
+    check_k(cfg, k)
+    hidden = drafting_rows(p, shared, cfg, k, dstate, ctx)
+    logits = unembed(p, shared, cfg, hidden)
+    keys = keys if pick.sampling(cfg.drafting, keys) else None
+    if p.selector is not None:
+        tokens, q = dflash2.walk(p.selector, cfg.selector, hidden, logits, ctx.anchor, keys, ctx.temperature)
+    else:
+        every = jax.vmap(pick.pick, in_axes=(1, None, 0, None), out_axes=1)
+        tokens, q = every(logits, keys, jnp.arange(k), ctx.temperature)
+    ids = target_ids(p)
+    return proposal(tokens if ids is None else ids[tokens], q, ids, ctx), dstate
+
+
+def proposal(tokens: Int[Array, "B K"], q: Array | None, ids: Array | None, ctx: Ctx) -> Proposal:
+    """A proposal of all K tokens; rows at temperature 0 are points."""
+    count = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
+    if q is None or ctx.temperature is None:
+        return Proposal(tokens, count)
+    return Proposal(tokens, count, q, ids, point=ctx.temperature == 0)
+
+
+def target_ids(p: Weights) -> Int[Array, " U"] | None:
+    """Target id of every draft id; None when they are the same."""
+    return None if p.d2t is None else jnp.arange(p.d2t.shape[0], dtype=jnp.int32) + p.d2t
+
+
+def drafting_rows(
+    p: Weights, shared: Shared, cfg: Config, k: int, dstate: State, ctx: Ctx
+) -> Float[Array, "B K D"]:
+    """Final-normed rows that predict the first ``k`` drafts. All N rows run: they were trained together."""
+    start = ctx.length - 1
+    x = block_inputs(p, shared, cfg, ctx.anchor)
+    angles = rope_angles(cfg.body.rope, start[:, None] + jnp.arange(cfg.rows))
+    for i, kv in enumerate(dstate):
+        x = _layer(p, cfg, i, x, kv, start, angles)
+    return rms_norm(x[:, cfg.first : cfg.first + k], p.norm, cfg.body.eps)
+
+
+def block_inputs(p: Weights, shared: Shared, cfg: Config, anchor: Int[Array, " B"]) -> Float[Array, "B N D"]:
+    """The anchor's raw embedding, then the mask's."""
+    table = shared.embed if p.embed is None else p.embed
+    scale = jnp.asarray(cfg.input_scale, table.dtype)
+    mask = table[cfg.mask_id] * scale if p.mask is None else p.mask.astype(table.dtype)
+    masks = jnp.broadcast_to(mask, (anchor.shape[0], cfg.rows - 1, mask.shape[0]))
+    return jnp.concatenate([(table[anchor] * scale)[:, None], masks], 1)
+
+
+def _layer(p: Weights, cfg: Config, i: int, x, kv: DenseKV, start, angles):
+    """One layer over the block's rows."""
+    layer, eps = p.layers[i], cfg.body.eps
+    convs = None if p.convs is None else p.convs[i]
+
+    def attention(n):
+        q = rotate(queries(layer, cfg.body, n), *angles)
+        k, v = keys_values(layer, cfg.body, n)
+        k, v = rotate(k, *angles).swapaxes(1, 2), v.swapaxes(1, 2)
+        past = context_visible(cfg, i, start, kv.k.shape[2])
+        own = jnp.broadcast_to(block_visible(cfg, i), (x.shape[0], cfg.rows, cfg.rows))
+        mixed = attend_parts(q, ((kv.k, kv.v, past), (k, v, own)), cfg.body.head_dim**-0.5)
+        return output(layer, mixed)
+
+    def mlp(n):
+        return swiglu(n, layer.gate, layer.up, layer.down)
+
+    normed = rms_norm(x, layer.attn_norm, eps)
+    x = x + dflash2.around(convs and convs.attention, cfg.conv, normed, attention)
+    return x + dflash2.around(convs and convs.mlp, cfg.conv, rms_norm(x, layer.mlp_norm, eps), mlp)
+
+
+def context_visible(cfg: Config, i: int, start: Int[Array, " B"], slots: int) -> Bool[Array, "B N S"]:
+    """Context positions each row of layer ``i`` sees: those before the anchor, in a sliding layer the last."""
+    at, window = jnp.arange(slots, dtype=start.dtype), cfg.body.windows[i]
+    seen = jnp.broadcast_to((at < start[:, None])[:, None], (start.shape[0], cfg.rows, slots))
+    if window is None:
+        return seen
+    if cfg.window_from == "anchor":
+        return seen & (at >= start[:, None, None] - window)
+    return seen & (at > (start[:, None] + jnp.arange(cfg.rows))[:, :, None] - window)
+
+
+def block_visible(cfg: Config, i: int) -> Bool[Array, "N N"]:
+    """Rows of the block each row of layer ``i`` sees."""
+    row, other = jnp.arange(cfg.rows)[:, None], jnp.arange(cfg.rows)
+    window, seen = cfg.body.windows[i], jnp.ones((cfg.rows, cfg.rows), bool)
+    if window is not None and cfg.window_from == "row":
+        seen &= jnp.abs(row - other) < window
+    return seen & (other <= row) if cfg.causal[i] else seen
+
+
+def unembed(p: Weights, shared: Shared, cfg: Config, hidden: Float[Array, "B K D"]) -> Float[Array, "B K V"]:
+    """float32 draft logits, over the reduced vocabulary if there is one."""
+    logits = linear(hidden, shared.head if p.head is None else p.head, out_dtype=jnp.float32)
+    logits = logits * cfg.output_multiplier
+    if cfg.softcap is not None:
+        logits = cfg.softcap * jnp.tanh(logits / cfg.softcap)
+    extra = 0 if p.d2t is not None else cfg.vocab - logits.shape[-1]
+    if extra > 0:  # the drafter's own head has fewer padding rows than the target's
+        logits = jnp.pad(logits, ((0, 0), (0, 0), (0, extra)), constant_values=-jnp.inf)
+    return logits[..., : cfg.vocab]
+
+
+def min_resume(cfg: Config, high_water: int) -> int:
+    """Dense caches can be cut back to any length."""
+    del cfg, high_water
+    return 1
