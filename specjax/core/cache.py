@@ -27,20 +27,27 @@ from specjax.types import Mode
 
 @struct.dataclass
 class DenseKV:
-    """One slot per position. Slots beyond a row's committed length hold garbage nobody sees."""
+    """One slot per position. Slots beyond a row's committed length hold garbage nobody sees.
+
+    Values may have another size than keys (latent attention keeps two unlike parts).
+    """
 
     k: Float[Array, "B G S C"]
-    v: Float[Array, "B G S C"]
+    v: Float[Array, "B G S Cv"]
 
     @classmethod
-    def create(cls, rows: int, heads: int, slots: int, head_dim: int, dtype) -> "DenseKV":
-        shape = (rows, heads, slots, head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    def create(
+        cls, rows: int, heads: int, slots: int, head_dim: int, dtype, value_dim: int | None = None
+    ) -> "DenseKV":
+        wide = head_dim if value_dim is None else value_dim
+        return cls(
+            jnp.zeros((rows, heads, slots, head_dim), dtype), jnp.zeros((rows, heads, slots, wide), dtype)
+        )
 
     def extend(
         self,
         k: Float[Array, "B Q G C"],
-        v: Float[Array, "B Q G C"],
+        v: Float[Array, "B Q G Cv"],
         pos: Int[Array, "B Q"],
         valid: Int[Array, " B"],
         mode: Mode,

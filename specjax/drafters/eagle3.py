@@ -1,0 +1,113 @@
+"""EAGLE-3: one small decoder layer that continues the target's own hidden states.
+
+A row of the drafter takes the pair (feature of position p, token at p + 1) and predicts the token at p + 2; its
+place is p. The feature is made of several of the target's residual streams; while drafting, where there are none,
+it is the drafter's own last output. Its keys and values lie in its own cache, one slot per position of the
+target: what was written there while drafting is overwritten by :func:`absorb`, which has the true features.
+
+``absorb`` stops before the head and keeps the state of the last committed pair; ``draft`` draws the first token
+from it and runs the layer once for each further one, k - 1 times.
+
+Paper: EAGLE-3, Li et al., arXiv 2503.01840. The 3.1 variant (norms per tap, recycled state normed): arXiv
+2605.09992.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from specjax.core.cache import DenseKV, RingKV
+from specjax.drafters import eagle3_model as model
+from specjax.drafters.eagle3_config import Config, config, tiny
+from specjax.drafters.eagle3_model import Place, Weights, abstract
+from specjax.drafters.pick import pick, sampling
+from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
+
+__all__ = [
+    "NEEDS", "Config", "State", "Weights", "absorb", "abstract", "config", "draft", "init_state", "min_resume",
+    "tiny", "varies",
+]  # fmt: skip
+
+
+@struct.dataclass
+class State:
+    """Caches of the layers, and the output for the last pair that was absorbed."""
+
+    cache: tuple[DenseKV | RingKV, ...]
+    feedback: Float[Array, "B D"]
+
+
+def varies(cfg: Config) -> bool:
+    """Always k tokens."""
+    del cfg
+    return False
+
+
+def NEEDS(cfg: Config) -> TapSpec:
+    """The tapped residual streams, or the target's final state."""
+    return TapSpec(cfg.taps, hidden=not cfg.taps)
+
+
+def init_state(cfg: Config, rows: int, slots: int, q_max: int, dtype: Any) -> State:
+    """Nothing absorbed."""
+    return State(
+        model.create_cache(cfg, rows, slots, q_max, dtype), jnp.zeros((rows, cfg.body.hidden_size), dtype)
+    )
+
+
+def absorb(p: Weights, shared: Shared, cfg: Config, dstate: State, block: AbsorbIn) -> State:
+    """Run over the pairs of a block: their keys and values, and the state of pair ``keep - 1``.
+
+    In a verified block the pairs at or beyond ``keep`` are written too, at slots that nobody sees before they are
+    written again.
+    """
+    at = Place(block.pos, block.keep, jnp.maximum(block.keep - 1, 0), block.mode)
+    feature, embedded = model.fuse(p, cfg, block), model.embed(p, shared, block.next_tokens)
+    out, cache = model.run(p, cfg, embedded, feature, at, dstate.cache)
+    fresh = model.recycled(p, cfg, out).astype(dstate.feedback.dtype)
+    return State(cache, jnp.where(block.keep[:, None] > 0, fresh, dstate.feedback))
+
+
+def draft(
+    p: Weights, shared: Shared, cfg: Config, k: int, dstate: State, ctx: Ctx, keys: Array | None
+) -> tuple[Proposal, State]:
+    """``k`` tokens per row; with probabilistic drafting also the distributions they were drawn from.
+
+    Pair i of the round is (state after i drafts, draft i) at position ``length - 2 + i``.
+    """
+    keys = keys if sampling(cfg.drafting, keys) else None
+    ids = model.target_ids(p, cfg)
+
+    def choose(state, step):
+        token, q = pick(model.logits(p, shared, cfg, state), keys, step, ctx.temperature)
+        return (token if ids is None else ids[token]), q
+
+    def advance(carry, step):
+        state, cache, token = carry
+        at = Place(ctx.length[:, None] - 2 + step, jnp.ones_like(token), jnp.zeros_like(token), "verify")
+        embedded, feature = model.embed(p, shared, token[:, None]), state[:, None].astype(p.norm.dtype)
+        out, cache = model.run(p, cfg, embedded, feature, at, cache)
+        state = model.recycled(p, cfg, out).astype(state.dtype)
+        token, q = choose(state, step)
+        return (state, cache, token), (token, q)
+
+    first = choose(dstate.feedback, 0)
+    carry = (dstate.feedback, dstate.cache, first[0])
+    (_, cache, _), rest = jax.lax.scan(advance, carry, jnp.arange(1, k, dtype=jnp.int32))
+    tokens, q = jax.tree.map(lambda a, b: jnp.concatenate([a[:, None], b.swapaxes(0, 1)], 1), first, rest)
+    return _proposal(tokens, q, ids, ctx), State(cache, dstate.feedback)
+
+
+def _proposal(tokens: Int[Array, "B K"], q, ids, ctx: Ctx) -> Proposal:
+    count = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
+    if q is None or ctx.temperature is None:
+        return Proposal(tokens, count)
+    return Proposal(tokens, count, q=q, q_ids=ids, point=ctx.temperature <= 0)
+
+
+def min_resume(cfg: Config, high_water: int) -> int:
+    """Any length; with a window, only where it stands."""
+    return 1 if all(w is None for w in cfg.body.windows) or cfg.mla is not None else max(1, high_water - 1)
