@@ -1,7 +1,7 @@
 """The public functions. Each is thin: the work is in the module it calls."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,24 +10,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from specjax import calls, checkpoints, config, generate as _generate, registry
+from specjax import attach, calls, checkpoints, config, generate as _generate, registry
+from specjax.config import acceptance_rule
 from specjax.conversation import Conversation
 from specjax.core import round as _round
 from specjax.core.loop import host_state, prefill_rows
-from specjax.core.platform import backend, default_dtype
+from specjax.core.platform import default_dtype
 from specjax.estimate import Explanation
 from specjax.identity import Report
 from specjax.progress import line
 from specjax.results import Piece, Result
 from specjax.types import Params, Proposal, State, Verdict
 
+Drafter = str | Path | ModuleType
+
 
 def load(
     target: str | Path,
-    drafter: str | ModuleType | None = None,
+    drafter: Drafter | Sequence[Drafter] | None = None,
     *,
     dtype: Any = "auto",
     speculative_config: Any = None,
+    drafter_config: Any = None,
     verbose: bool | None = None,
 ) -> Params:
     """Target and drafter as one pytree.
@@ -35,10 +39,14 @@ def load(
     Args:
         target: short name (``"smollm2-135m"``, ``"tiny"``), Hugging Face id, local folder (safetensors),
             ``.gguf`` file, or a folder written by :func:`save`.
-        drafter: method name (``"ngram"``), a drafter module of your own, or None for plain decoding.
+        drafter: method name (``"ngram"``), a drafter's folder or Hub id (its files say what it is), a module or
+            dotted name of your own, a sequence of these (a chain, tried in order), or None for plain decoding.
         dtype: of weights, activations and caches. ``"auto"``: float32 on CPU, bfloat16 on GPU (for a
             folder written by :func:`save`: as saved).
-        speculative_config: vLLM's JSON as dict, text or file, instead of or beside ``drafter``.
+        speculative_config: vLLM's JSON as dict, text or file, instead of or beside ``drafter``
+            (docs/speculative-config.md).
+        drafter_config: settings that replace the drafter's defaults or what its file says (``k``, ``drafting``,
+            ...); for a chain a list with one dict, or None, per drafter.
         verbose: progress: None = only on a terminal, False = never, True = always.
 
     Raises:
@@ -47,17 +55,19 @@ def load(
     """
     with line(verbose) as say:
         say(f"loading {target}")
-        choice = _drafting(drafter, speculative_config)
-        if str(target) == "tiny":
-            params = _tiny(_dtype(dtype, "float32"))
-        else:
-            source = checkpoints.hub.resolve(target)
-            if source.kind == "orbax":
-                params = checkpoints.orbax.load(source.path)
-                params = params if dtype == "auto" else cast(params, dtype)
-            else:
-                params = _from_checkpoint(source, _dtype(dtype, None), say)
-    return params if choice is None else _attach(params, *choice)
+        wanted = attach.plan(drafter, speculative_config, drafter_config)
+        params = _target(target, dtype, say)
+        return params if wanted is None else attach.attach(params, wanted, say)
+
+
+def _target(target: str | Path, dtype: Any, say: attach.Say) -> Params:
+    if str(target) == "tiny":
+        return _tiny(_dtype(dtype, "float32"))
+    source = checkpoints.hub.resolve(target)
+    if source.kind != "orbax":
+        return _from_checkpoint(source, _dtype(dtype, None), say)
+    params = checkpoints.orbax.load(source.path)
+    return params if dtype == "auto" else cast(params, dtype)
 
 
 def _dtype(dtype: Any, auto: str | None) -> Any:
@@ -98,40 +108,6 @@ def _tiny(dtype) -> Params:
     return cast(testing.tiny_params(), dtype)
 
 
-def _drafting(drafter: Any, speculative_config: Any) -> tuple[str, dict[str, Any] | None] | None:
-    """(name, config keys or None for our defaults) of the drafter asked for."""
-    name = drafter.__name__ if isinstance(drafter, ModuleType) else drafter
-    if speculative_config is None:
-        if name is not None:
-            _known(name)
-        return None if name is None else (name, None)
-    given = config.as_config_dict(speculative_config)
-    method = given.pop("method", None) or name
-    if method is None:
-        raise ValueError("speculative_config names no method; add 'method', for example 'ngram'")
-    if name is not None and name != method:
-        raise ValueError(f"drafter={name!r} and speculative_config's method {method!r} disagree")
-    _known(method)
-    return method, given
-
-
-def _known(name: str) -> None:
-    if not isinstance(name, str):
-        raise ValueError(f"drafter must be a method name or a module, got {type(name).__name__}")
-    try:
-        registry.drafter(name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"drafter {name!r} cannot be imported: {error}") from error
-
-
-def _attach(params: Params, name: str, keys: dict[str, Any] | None) -> Params:
-    module = registry.drafter(name)
-    if keys is None and not hasattr(module, "default"):
-        raise ValueError(f"drafter {name!r} has no default settings: pass them as speculative_config={{...}}")
-    cfg = module.default(backend()) if keys is None else module.config(keys, params.meta.target_cfg)
-    return dataclasses.replace(params, meta=dataclasses.replace(params.meta, drafter=name, drafter_cfg=cfg))
-
-
 def decode(params: Params, prompt: Any, **options: Any) -> Result:
     """Generate text; speculative when ``params`` have a drafter. The output is the target's own.
 
@@ -148,13 +124,15 @@ def decode(params: Params, prompt: Any, **options: Any) -> Result:
         logit_bias: token id -> value added to its logit.
         seed: 0 unless given; the sample depends on it, the row's own text and nothing else.
         n: samples per prompt. stop: ids and strings; the text ends before them. ignore_eos: only ``stop`` ends.
-        rule: "match" (ids equal plain decoding's with the same seed), "reject" (same distribution), "auto".
+        rule: "match" (ids equal plain decoding's with the same seed), "reject" or "block" (same distribution),
+            "auto"; default the one of the speculative config, else "auto".
         rows: rows decoded at once (default at most 8); further prompts enter rows as they fall free.
         max_len: token buffer, to share compiled programs between calls of different lengths.
         logprobs: also return the target's raw log-softmax of each token.
         loop: "device" (chunks of rounds in one program) or "host" (one round per call); same tokens.
         chat_template: False = raw text, a string = another template. chat_template_kwargs: its variables.
-        prefill_chunk, rounds: prompt tokens per prefill pass, rounds per device call (at most 16).
+        prefill_chunk, rounds: prompt tokens per prefill pass (fewer for large batches of long rows, which bounds
+            memory), rounds per device call (at most 16).
         verbose: progress: None = only on a terminal, False = never, True = always.
 
         Sampling options, ``seed`` and ``max_new_tokens`` also take a list with one value per prompt (None
@@ -241,7 +219,7 @@ def verify_step(
     proposal: Proposal,
     key: Array | None = None,
     *,
-    rule: str = "auto",
+    rule: str | None = None,
     logprobs: bool = False,
 ) -> tuple[State, Verdict]:
     """Second half of a round, pure: check a proposal in one target pass, commit what is kept.
@@ -250,9 +228,7 @@ def verify_step(
     started with.
     """
     _check_width(params, state, proposal.tokens.shape[1])
-    if rule not in ("auto", "match", "reject"):
-        raise ValueError(f"rule must be 'auto', 'match' or 'reject', got {rule!r}")
-    weights, chosen = (params.target, params.drafter), None if rule == "auto" else rule
+    weights, chosen = (params.target, params.drafter), acceptance_rule(params.meta, rule)
     state, verdict, _ = _round.verify(
         params.meta.pair, weights, _keyed(state, key), proposal, chosen, logprobs
     )

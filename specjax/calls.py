@@ -19,6 +19,7 @@ from specjax.config import (
     Options,
     Program,
     acceptance_rule,
+    bounded_chunk,
     per_request,
     positive,
     row_bucket,
@@ -132,7 +133,7 @@ def _plan(
         raise ValueError(f"prefill_chunk must be a power of two, got {prefill_chunk}")
     if positive("rounds", rounds) > ROUNDS:
         raise ValueError(f"rounds={rounds} is more than one device call records; at most {ROUNDS}")
-    drive = Driving(loop, rounds, prefill_chunk)
+    drive = Driving(loop, rounds, bounded_chunk(program, prefill_chunk))
     return Call(params, jobs, program, drive, n, given.single, logprobs, verbose)
 
 

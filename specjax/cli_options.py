@@ -53,7 +53,7 @@ Stop = Annotated[
     _option("--stop", text="Stop text, or id:NUMBER for a token; repeatable.", metavar="TEXT|id:N"),
 ]
 IgnoreEos = Annotated[bool | None, _option("--ignore-eos", text="Go on past the end-of-text token.")]
-Rule = Annotated[str | None, _option("--rule", text="auto, match or reject.")]
+Rule = Annotated[str | None, _option("--rule", text="auto, match, reject or block.")]
 Rows = Annotated[int | None, _option("--rows", text="Rows decoded at once.")]
 MaxLen = Annotated[int | None, _option("--max-len", text="Room for prompt and answer, in tokens.")]
 Logprobs = Annotated[bool | None, _option("--logprobs", text="Report log-probabilities (with --json).")]

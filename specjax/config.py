@@ -15,6 +15,9 @@ from specjax.types import Pair, Rule
 TOKEN_BUCKET_LIMIT = 1024  # token buffers: powers of two up to here, multiples above
 TOKEN_BUCKET_MIN = 64
 STOP_BUCKET = 8
+PREFILL_MIN = 16
+#: Float32 attention scores of one layer in a prefill pass; about two temporaries of this size are alive.
+SCORE_BYTES = 256 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,8 @@ class Meta:
     target_cfg: Any
     drafter: str | None = None
     drafter_cfg: Any = None
+    drafter_notes: tuple[str, ...] = ()  # assumptions made where the drafter's files are silent
+    rule: str = "auto"  # acceptance rule of calls that name none
     tokenizer_id: str = ""
     chat_template: str | None = None
     eos_ids: tuple[int, ...] = ()
@@ -46,18 +51,19 @@ class Meta:
         data = dict(data)
         data["target_cfg"] = from_dict(registry.target(data["family"]).Config, data["target_cfg"])
         if data.get("drafter"):
-            module = registry.drafter(data["drafter"])
-            rebuild = getattr(module, "from_json", None)
-            data["drafter_cfg"] = (
-                rebuild(data["drafter_cfg"], data["target_cfg"])
-                if rebuild
-                else from_dict(module.Config, data["drafter_cfg"])
-            )
+            data["drafter_cfg"] = drafter_config(data["drafter"], data["drafter_cfg"], data["target_cfg"])
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
             raise ValueError(f"saved meta has fields this version does not know: {unknown}")
         return cls(**{k: v if k.endswith("_cfg") else _tuples(v) for k, v in data.items()})
+
+
+def drafter_config(name: str, data: Mapping[str, Any], target_cfg: Any) -> Any:
+    """A drafter's frozen config from its JSON dict, through its own ``from_json`` if it has one."""
+    module = registry.drafter(name)
+    rebuild = getattr(module, "from_json", None)
+    return rebuild(data, target_cfg) if rebuild else from_dict(module.Config, data)
 
 
 def from_dict(cls: type, data: Mapping[str, Any]) -> Any:
@@ -120,6 +126,17 @@ class Program:
         return tuple(w for w in (0, 3, 7, 15) if w < self.k)
 
 
+def acceptance_rule(meta: Meta, rule: str | None) -> Rule | None:
+    """The rule of a call: the one given, else that of the params; None leaves it to the proposal ("auto").
+
+    Raises ValueError for a name that is none.
+    """
+    chosen, known = meta.rule if rule is None else rule, ("auto", *typing.get_args(Rule))
+    if chosen not in known:
+        raise ValueError(f"rule must be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}, got {chosen!r}")
+    return None if chosen == "auto" else typing.cast(Rule, chosen)
+
+
 def token_bucket(n: int) -> int:
     """Token buffer length for ``n`` tokens: few distinct sizes, so few compilations."""
     size = TOKEN_BUCKET_MIN
@@ -140,10 +157,19 @@ def row_bucket(jobs: int, most: int) -> int:
 
 def prefill_bucket(n: int, chunk: int) -> int:
     """Prefill width for a prompt of ``n`` tokens, at most ``chunk``."""
-    size = 16
+    size = PREFILL_MIN
     while size < n and size < chunk:
         size *= 2
     return min(size, chunk)
+
+
+def bounded_chunk(program: Program, chunk: int) -> int:
+    """The largest power of two up to ``chunk`` whose attention scores of one layer stay under
+    :data:`SCORE_BYTES` in a prefill pass, but at least 16."""
+    per_position = 4 * program.rows * program.pair.target_cfg.heads * program.slots
+    while chunk > PREFILL_MIN and chunk * per_position > SCORE_BYTES:
+        chunk //= 2
+    return chunk
 
 
 FLOAT32_MAX, FLOAT32_TINY = 3.4028234e38, 1.1754944e-38

@@ -90,12 +90,12 @@ def audit(params: Params, prompts: Any, **options: Any) -> Report:
     """See :func:`specjax.audit`."""
     if params.meta.drafter is None:
         raise ValueError("nothing to audit: params have no drafter")
-    if options.get("rule", "auto") == "auto":
+    if options.get("rule", "auto") in ("auto", None):
         options = options | {"rule": "match"}
     call = plan(params, prompts, **options)
-    if call.program.rule == "reject" and "temperature" in call.program.flags:
+    if call.program.rule != "match" and "temperature" in call.program.flags:
         raise ValueError(
-            "rule='reject' keeps the distribution, not the ids: audit greedily or with rule='match'"
+            f"rule={call.program.rule!r} keeps the distribution, not the ids: audit greedily or with rule='match'"
         )
     alone = {name: value for name, value in options.items() if name not in ("k", "rule")}
     plain, spec = _decode(without_drafter(params), prompts, alone), _decode(params, prompts, options)
@@ -114,7 +114,7 @@ def _decode(params: Params, prompts: Any, options: dict[str, Any]) -> Result:
 
 def without_drafter(params: Params) -> Params:
     """The same target, plain."""
-    meta = dataclasses.replace(params.meta, drafter=None, drafter_cfg=None)
+    meta = dataclasses.replace(params.meta, drafter=None, drafter_cfg=None, drafter_notes=(), rule="auto")
     return dataclasses.replace(params, drafter=None, meta=meta)
 
 

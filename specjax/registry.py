@@ -17,6 +17,8 @@ DRAFTERS: dict[str, str] = {
     "ngram": "specjax.drafters.ngram",
     "eagle3": "specjax.drafters.eagle3",
     "dflash": "specjax.drafters.dflash",
+    "draft_model": "specjax.drafters.draft_model",
+    "chain": "specjax.drafters.chain",
 }
 
 

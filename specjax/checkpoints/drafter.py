@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from specjax import registry
-from specjax.checkpoints import formats, safetensors, tree
+from specjax.checkpoints import formats, gguf, gguf_model, safetensors, tokenizer, tree
 from specjax.checkpoints.hub import Source
 from specjax.checkpoints.load import read_json
 from specjax.types import Shared
@@ -34,33 +34,59 @@ def load_drafter(
     *,
     method: str | None = None,
     settings: Mapping[str, Any] | None = None,
+    tokenizer_id: str = "",
     progress: tree.Progress | None = None,
 ) -> LoadedDrafter:
-    """Read a drafter folder for a target.
+    """Read a drafter folder, or a GGUF file of a draft model, for a target.
 
     ``method``: the kind that is expected. ``settings`` replace what the file says (``k``, ``drafting``,
-    ``layout``, ``taps``, ...). Embedding and head equal to the target's are borrowed, not stored twice.
+    ``layout``, ``taps``, ...). ``tokenizer_id``: the target's, which a draft model's must agree with. Embedding
+    and head equal to the target's are borrowed, not stored twice.
     Raises ValueError before weights are allocated: another kind than expected, a tensor missing or unknown, a
     setting not understood, a drafter that does not fit the target.
     """
-    if source.kind != "folder":
-        raise ValueError(
-            f"{source.path}: a drafter is a folder with config.json and safetensors, not {source.kind}"
-        )
-    tensors = safetensors.Tensors(source.path)
-    where = str(source.path)
-    files = formats.Files(
-        where, read_json(source.path / "config.json"), tensors.shapes, tensors.get, target_cfg
-    )
+    files, own_tokenizer = _open(source, target_cfg)
+    where = files.where
     found = formats.detect(files)
     if method is not None and method != found.method:
         raise ValueError(f"{where} holds a {found.method} drafter ({found.format} format), not {method}")
     names, given = dict(found.names), dict(found.settings)
+    if found.method == "draft_model":
+        given["compared"] = _compare(where, own_tokenizer, tokenizer_id)
     if found.borrows:
         given |= _borrow(files, names, shared, dtype)
     cfg = _configure(found.method, given, settings or {}, target_cfg, where)
     weights = _fill(found, cfg, names, files, dtype, progress)
     return LoadedDrafter(found.method, cfg, weights, found.format, found.notes, found.made_for)
+
+
+def _open(source: Source, target_cfg: Any) -> tuple[formats.Files, str]:
+    """A drafter's files and the id of the tokenizer among them ("" = none)."""
+    where = str(source.path)
+    if source.kind == "gguf":
+        file = gguf.open_file(source.path)
+        hf = gguf_model.hf_config(file)
+        get, _ = gguf_model.reader(file, hf)
+        own = str(source.path.resolve()) if "tokenizer.ggml.tokens" in file.metadata else ""
+        return formats.Files(where, hf, gguf_model.shapes(file, hf), get, target_cfg), own
+    if source.kind == "orbax":
+        raise ValueError(
+            f"{where} was written by specjax.save and holds a target with its drafter: load it as the target, or give "
+            "the drafter's original files"
+        )
+    tensors = safetensors.Tensors(source.path)
+    hf = read_json(source.path / "config.json")
+    return formats.Files(where, hf, tensors.shapes, tensors.get, target_cfg), tokenizer.in_folder(source.path)
+
+
+def _compare(where: str, own: str, target: str) -> bool:
+    """Whether both tokenizers are known and agree; ValueError when they are known and do not."""
+    if not own or not target:
+        return False
+    why = tokenizer.conflict(own, target)
+    if why is not None:
+        raise ValueError(f"{where}: its tokenizer is not the target's, so it cannot draft for it: {why}")
+    return True
 
 
 def _configure(

@@ -215,6 +215,15 @@ def reader(file: File, config: dict[str, Any]) -> tuple[Callable[[str], np.ndarr
     return get, set(sources)
 
 
+def shapes(file: File, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor under its Hugging Face name; nothing is read."""
+    return {
+        name: shape if expert is None else shape[1:]
+        for source, shape in ((t.name, t.shape) for t in file.tensors.values())
+        for name, (_, expert) in _named(source, config).items()
+    }
+
+
 def unpermute(x: np.ndarray, heads: int) -> np.ndarray:
     """Rows of a q or k projection from llama.cpp's order (rope pairs side by side) to half-split order."""
     pairs = x.reshape(heads, -1, 2, *x.shape[1:])

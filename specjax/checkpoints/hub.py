@@ -38,13 +38,16 @@ SHORT_NAMES = {
 }
 
 
-def resolve(name: str | Path) -> Source:
+def resolve(name: str | Path, revision: str | None = None) -> Source:
     """Local files for a short name, a folder, a ``.gguf`` file, or a Hub id ``owner/model``.
 
-    A Hub id is downloaded (or taken from the local cache); nothing is ever installed. Raises ValueError
-    for a name that is none of these, listing the short names, and OSError when files cannot be had.
+    A Hub id is downloaded (or taken from the local cache), at ``revision`` if one is given; nothing is ever
+    installed. Raises ValueError for a name that is none of these, listing the short names, and for a revision of
+    something that is not on the Hub; OSError when files cannot be had.
     """
     text = str(name)
+    if revision is not None and (text in SHORT_NAMES or Path(text).expanduser().exists()):
+        raise ValueError(f"revision={revision!r} was given, but {text!r} is not downloaded from the Hub")
     if text in SHORT_NAMES:
         return Source("gguf", _packaged(text, SHORT_NAMES[text]), text)
     path = Path(text).expanduser()
@@ -57,7 +60,7 @@ def resolve(name: str | Path) -> Source:
             f"{path} is a file but no .gguf; give the folder that holds config.json and the weights"
         )
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.lower().endswith(".gguf"):
-        return _folder(_download(text), text)
+        return _folder(_download(text, revision), text)
     known = ", ".join(SHORT_NAMES)
     raise ValueError(
         f"unknown model {text!r}: not an existing folder or .gguf file, not a Hub id (owner/model) and not one of "
@@ -94,12 +97,14 @@ def _folder(path: Path, name: str) -> Source:
     )
 
 
-def _download(repo: str) -> Path:
+def _download(repo: str, revision: str | None) -> Path:
     import huggingface_hub
 
     try:
         return Path(
-            huggingface_hub.snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+            huggingface_hub.snapshot_download(
+                repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+            )
         )
     except Exception as error:  # many kinds: network, permission, unknown name, offline mode
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""

@@ -108,7 +108,7 @@ def family_module(hf: Mapping[str, Any], where: Any) -> Any:
 def _build(hf: Mapping[str, Any], get: Callable, names: set[str], dtype: Any, where: str, progress: Any):
     module = family_module(hf, where)
     try:
-        cfg = module.config(_untie(hf, get, names, where))
+        cfg = module.config(untie(hf, get, names, where))
     except KeyError as error:
         raise ValueError(f"{where}: the config lacks {error}") from None
     harmless = (_HEAD,) if cfg.tied else ()
@@ -118,7 +118,7 @@ def _build(hf: Mapping[str, Any], get: Callable, names: set[str], dtype: Any, wh
     return hf["model_type"], cfg, weights
 
 
-def _untie(hf: Mapping[str, Any], get: Callable, names: set[str], where: str) -> Mapping[str, Any]:
+def untie(hf: Mapping[str, Any], get: Callable, names: set[str], where: str) -> Mapping[str, Any]:
     """A config that ties the head while the file holds a different one is contradicted by the weights."""
     if not hf.get("tie_word_embeddings") or not {_HEAD, _EMBED} <= names:
         return hf

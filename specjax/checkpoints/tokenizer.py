@@ -38,6 +38,10 @@ class Tokenizer(Protocol):
         """Token ids of a conversation; ``kwargs`` reach the template (``enable_thinking=False``)."""
         ...
 
+    def ordinary(self) -> dict[int, str]:
+        """Id -> token of everything but special and added tokens."""
+        ...
+
     def save(self, folder: str | Path) -> None:
         """Write files from which :func:`get` builds the same tokenizer."""
         ...
@@ -58,6 +62,26 @@ def get(tokenizer_id: str) -> Tokenizer:
     if not path.is_dir():
         raise FileNotFoundError(f"tokenizer folder {path} does not exist")
     return Wrapped(_from_folder(path))
+
+
+def conflict(one: str, other: str) -> str | None:
+    """Why two tokenizer ids do not speak of the same tokens, or None when they do.
+
+    Every id that is an ordinary token of both must be the same token. Special and added tokens, and ids that only
+    one of them has, may differ: a draft of one is merely wrong.
+    """
+    if one == other:
+        return None
+    a, b = get(one).ordinary(), get(other).ordinary()
+    both = sorted(a.keys() & b.keys())
+    if not both:
+        return "they have no id in common"
+    different = next((i for i in both if a[i] != b[i]), None)
+    return (
+        None
+        if different is None
+        else f"id {different} is {a[different]!r} in one, {b[different]!r} in the other"
+    )
 
 
 def in_folder(folder: str | Path) -> str:
@@ -113,6 +137,10 @@ class Wrapped:
             )
         )
 
+    def ordinary(self) -> dict[int, str]:
+        added = self.inner.get_added_vocab()
+        return {i: token for token, i in self.inner.get_vocab().items() if token not in added}
+
     def save(self, folder: str | Path) -> None:
         self.inner.save_pretrained(str(folder))
 
@@ -151,6 +179,9 @@ class ByteTokenizer:
         for message in messages:
             ids += [*self.encode(f"{message['role']}: {message['content']}", False), self.EOS]
         return ids + (self.encode("assistant: ", False) if add_generation_prompt else [])
+
+    def ordinary(self) -> dict[int, str]:
+        return {i: f"<0x{i:02X}>" for i in range(256)}
 
     def save(self, folder: str | Path) -> None:
         """Nothing to write: the id says it all."""

@@ -150,7 +150,7 @@ def test_width_of_a_draft():
         specjax.draft_step(target(), state, k=3)
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         specjax.draft_step(told(), state, k=0)
-    with pytest.raises(ValueError, match="rule must be 'auto', 'match' or 'reject', got 'maybe'"):
+    with pytest.raises(ValueError, match="rule must be 'auto', 'match', 'reject' or 'block', got 'maybe'"):
         specjax.verify_step(told(), state, specjax.draft_step(told(), state)[0], rule="maybe")
 
 
