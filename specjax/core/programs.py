@@ -61,13 +61,22 @@ class Engine:
 
     def prefill(self, state: State, start, width: int) -> tuple[State, Emit]:
         """One prefill chunk of ``width`` positions per row; consumes ``state``."""
-        fn = functools.partial(_prefill, self.program, width)
-        return self._run(f"prefill {width}", fn, (1,), self.weights, state, start)
+        return self.compile_prefill(state, width)(self.weights, state, start)
 
     def chunk(self, state: State, rounds: int) -> tuple[State, Emit]:
         """Up to ``rounds`` rounds in one device loop; consumes ``state``."""
-        fn = functools.partial(_chunk, self.program)
-        return self._run("decode", fn, (1,), self.weights, state, jnp.int32(rounds))
+        return self.compile_chunk(state)(self.weights, state, jnp.int32(rounds))
+
+    def compile_prefill(self, state: State, width: int) -> Any:
+        """The compiled prefill chunk; ``state`` may be shapes only."""
+        start = jax.ShapeDtypeStruct((self.program.rows,), jnp.int32)
+        fn = functools.partial(_prefill, self.program, width)
+        return self._get(f"prefill {width}", fn, (1,), self.weights, state, start)
+
+    def compile_chunk(self, state: State) -> Any:
+        """The compiled loop of rounds; ``state`` may be shapes only."""
+        rounds = jax.ShapeDtypeStruct((), jnp.int32)
+        return self._get("decode", functools.partial(_chunk, self.program), (1,), self.weights, state, rounds)
 
     def round(self, state: State) -> tuple[State, Emit]:
         """One round (the host loop's step); consumes ``state``."""
@@ -83,10 +92,13 @@ class Engine:
         return self._run("insert", rnd.insert, (0,), state, jnp.int32(row), one)
 
     def _run(self, name: str, fn, donate: tuple[int, ...], *args):
+        return self._get(name, fn, donate, *args)(*args)
+
+    def _get(self, name: str, fn, donate: tuple[int, ...], *args):
         compiled = self._compiled.get(name)
         if compiled is None:
             compiled = self._compiled[name] = self._compile(name, fn, donate, args)
-        return compiled(*args)
+        return compiled
 
     def _compile(self, name: str, fn, donate, args):
         p, began = self.program, time.perf_counter()

@@ -19,6 +19,8 @@ class TargetConfig(Protocol):
     vocab_size: int
     hidden_size: int
     num_layers: int
+    heads: int  # query heads of a layer: the rows of its attention scores
+    mlp_size: int  # widest feed-forward activation of a position
     max_positions: int
 
 

@@ -26,6 +26,8 @@ class Config:
     used: int = 0  # 0: all of them
     max_positions: int = 4096
     num_layers: int = 0
+    heads: int = 1
+    mlp_size: int = 1
 
     @property
     def hidden_size(self) -> int:

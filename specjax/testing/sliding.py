@@ -36,6 +36,7 @@ class Config:
     kv_heads: int = 1
     head_dim: int = 8
     max_positions: int = 1024
+    mlp_size: int = 1
 
     @property
     def num_layers(self) -> int:
