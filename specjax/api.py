@@ -166,11 +166,15 @@ def audit(params: Params, prompts: Any, **options: Any) -> Report:
     return module.audit(params, prompts, **options)
 
 
-def explain(params: Params, prompt: Any, **options: Any) -> Explanation:
-    """What a call would compile and allocate; runs nothing."""
+def explain(params: Params, prompt: Any, *, compile: bool = False, **options: Any) -> Explanation:
+    """What a call would compile and allocate; runs nothing.
+
+    ``compile=True`` compiles the call's programs (they are kept for the call itself) and takes the compiler's
+    figure of their temporary memory in place of an estimate. ``options`` are those of :func:`decode`.
+    """
     from specjax import estimate as module
 
-    return module.explain(params, prompt, **options)
+    return module.explain(params, prompt, compile=compile, **options)
 
 
 def save(params: Params, folder: str | Path) -> None:
