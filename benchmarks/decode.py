@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 import warnings
 from pathlib import Path
@@ -27,6 +26,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from common import commit, cpu_name  # noqa: E402
 
 import specjax  # noqa: E402
 
@@ -155,8 +155,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=None, help="prompts per set")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    commit = ["git", "rev-parse", "--short", "HEAD"]  # now: the code that is running
-    commit = subprocess.run(commit, capture_output=True, text=True).stdout.strip()
+    running = commit()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -187,7 +186,7 @@ def main() -> None:
     print(f"plain and n-gram ids: {pairs - len(differing)} of {pairs} identical; differing: {differing}")
     if args.out:
         report = {
-            "date": datetime.date.today().isoformat(), "commit": commit, "device": cpu_name(), "threads": 1,
+            "date": datetime.date.today().isoformat(), "commit": running, "device": cpu_name(), "threads": 1,
             "dtype": "float32", "model": "SmolLM2-135M-Instruct (Q4_1 dequantised)", "new_tokens": args.tokens,
             "repeats": args.repeats, "drafter": repr(spec.meta.drafter_cfg),
             "versions": {"python": platform.python_version(), "jax": jax.__version__,
@@ -197,14 +196,6 @@ def main() -> None:
         }  # fmt: skip
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def cpu_name() -> str:
-    """Model name of the processor."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":
