@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from specjax.drafters.body import Body, body
 from specjax.drafters.pick import Drafting
+from specjax.drafters.vocab import check_vocab
 from specjax.layers.rope import RopeConfig
 
 #: "fill": row i of the block predicts the token at its own position, and the anchor's row is not used.
@@ -14,9 +15,6 @@ Layout = Literal["fill", "shift"]
 #: How far back a sliding layer sees. "row": W positions up to the row itself, moving with it; it limits the
 #: block too. "anchor": the W positions before the anchor for every row, and all of the block.
 WindowFrom = Literal["row", "anchor"]
-
-#: Target vocabularies of one tokenizer differ by their padding, which is less than this many rows.
-PADDING = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +148,7 @@ def fields(settings: Mapping[str, Any], target_cfg: Any) -> dict[str, Any]:
     }
     given = ("window_from", "mask_embedding", "input_scale", "output_multiplier", "drafting")
     out |= {name: settings[name] for name in given if settings.get(name) is not None}
-    _check_widths(shape, own_embed, own_head, target_cfg)
+    _check_tables(shape, own_embed, own_head, out["draft_vocab"], target_cfg)
     _check_parts(out, target_cfg)
     return out
 
@@ -183,10 +181,9 @@ def _taps(settings: Mapping[str, Any], target_cfg: Any) -> tuple[int, ...]:
 
 
 def _draft_vocab(settings: Mapping[str, Any], own_head: int | None, target_cfg: Any) -> int | None:
-    size, vocab = settings.get("draft_vocab"), target_cfg.vocab_size
-    said = settings.get("vocab_size")
-    if said is not None and abs(int(said) - vocab) >= PADDING:
-        raise ValueError(f"the drafter was made for a vocabulary of {said}, the target has {vocab}")
+    size, said = settings.get("draft_vocab"), settings.get("vocab_size")
+    if said is not None:
+        check_vocab("DFlash", int(said), target_cfg.vocab_size)
     if size is not None:
         if own_head is None:
             raise ValueError(
@@ -197,16 +194,18 @@ def _draft_vocab(settings: Mapping[str, Any], own_head: int | None, target_cfg: 
     return size
 
 
-def _check_widths(shape: Body, own_embed: int | None, own_head: int | None, target_cfg: Any) -> None:
+def _check_tables(
+    shape: Body, own_embed: int | None, own_head: int | None, reduced: int | None, target_cfg: Any
+) -> None:
     lacks = [name for name, own in (("embedding", own_embed), ("output head", own_head)) if own is None]
     if lacks and shape.hidden_size != target_cfg.hidden_size:
         raise ValueError(
             f"the drafter is {shape.hidden_size} wide and uses the target's {' and '.join(lacks)}, which is "
             f"{target_cfg.hidden_size} wide"
         )
-    for name, rows in (("embed_tokens.weight", own_embed), ("lm_head.weight", own_head)):
-        if rows is not None and name == "embed_tokens.weight" and rows <= target_cfg.vocab_size - PADDING:
-            raise ValueError(f"{name} has {rows} rows, the target's vocabulary {target_cfg.vocab_size}")
+    for rows in (own_embed, own_head if reduced is None else None):
+        if rows is not None:
+            check_vocab("DFlash", rows, target_cfg.vocab_size)
 
 
 def _check_parts(out: Mapping[str, Any], target_cfg: Any) -> None:

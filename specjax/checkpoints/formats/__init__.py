@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 #: Modules tried in this order; the first whose ``matches`` says yes reads the folder.
-FORMATS = ("speculators", "deepspec", "zlab", "eagle", "model")
+FORMATS = ("speculators", "deepspec", "zlab", "transformers_dflash", "eagle", "model")
 
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
 

@@ -1,0 +1,47 @@
+"""DeepSpec's DFlash drafters (``Qwen3DSparkModel`` without heads).
+
+Conventions: layout "shift"; settings at the config's top level, which is otherwise a copy of the target's;
+``target_layer_ids`` are outputs of layers counted from 0, and -1 is the embedding's output. Every layer
+sees the whole block. Embedding and head are stored, usually as copies of the target's.
+"""
+
+from typing import Any
+
+from specjax.checkpoints.formats import EMBED, HEAD, Files, Found, block, stripped
+
+#: "num_anchors" belongs to training.
+KEYS = {"block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "num_anchors"}
+SECTION = "dflash_config"
+
+
+def read(files: Files) -> Found:
+    """A DFlash drafter."""
+    settings, names, notes = body(files, set())
+    return Found("dflash", "DeepSpec", settings, names, block.SKIPPED, notes)
+
+
+def body(files: Files, more: set[str]) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
+    """Settings, names and notes of everything but heads; ``more``: config keys somebody else reads."""
+    block.check(files, {k: v for k, v in files.hf.items() if k != SECTION}, KEYS | more)
+    block.check(files, files.hf.get(SECTION) or {}, KEYS | more)
+    said = block.merged(files, SECTION, KEYS)
+    names, notes = stripped(files.shapes, "model."), []
+    if files.hf.get("tie_word_embeddings") and EMBED in names and HEAD not in names:
+        names[HEAD] = names[EMBED]
+    shape = block.transformer(files, names, files.hf)
+    layers, ids = shape["num_hidden_layers"], said.get("target_layer_ids")
+    if ids is None:
+        ids = block.default_taps(int(said.get("num_target_layers", files.target.num_layers)), layers)
+        notes.append(f"the file does not state target_layer_ids; DeepSpec's rule gives {list(ids)}")
+    settings = {
+        "transformer": shape,
+        "layout": "shift",
+        "block_size": said["block_size"],
+        "mask_id": said.get("mask_token_id"),
+        "taps": tuple(int(i) + 1 for i in ids),
+        "target_layers": said.get("num_target_layers"),
+        "vocab_size": files.hf.get("vocab_size"),
+        "causal": (False,) * layers,
+        **block.tensors(files, names),
+    }
+    return settings, names, (*notes, 'layout "shift", as every file of this class has it')

@@ -1,0 +1,168 @@
+"""Tiny random block drafters of other packages, saved as those packages save them, and their answers."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import logging
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+from specjax import checkpoints, registry
+from specjax.checkpoints import hub
+from specjax.config import Meta
+from specjax.drafters import dflash
+from specjax.types import Ctx, Params
+
+VOCAB, WIDTH, LAYERS = 97, 32, 3
+COMMON = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+
+
+def target(vocab: int = VOCAB, seed: int = 0):
+    """A Qwen3 of three layers."""
+    config = transformers.Qwen3Config(
+        vocab_size=vocab,
+        num_hidden_layers=LAYERS,
+        max_position_embeddings=512,
+        rope_parameters=ROPE,
+        **COMMON,
+    )
+    config._attn_implementation = "eager"
+    model = lively(transformers.Qwen3ForCausalLM(config), seed)
+    with torch.no_grad():
+        for layer in model.model.layers:  # attention that counts: else the text falls into a short cycle
+            layer.self_attn.q_norm.weight.mul_(4)
+            layer.self_attn.o_proj.weight.mul_(3)
+    return model
+
+
+def draft_config(kinds=("full_attention", "full_attention"), vocab: int = VOCAB, **more):
+    """Transformer settings of a drafter with one layer per kind; sliding ones see six positions."""
+    slides = "sliding_attention" in kinds
+    config = transformers.Qwen3Config(
+        vocab_size=vocab,
+        num_hidden_layers=len(kinds),
+        layer_types=list(kinds),
+        use_sliding_window=slides,
+        sliding_window=6 if slides else None,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+        **COMMON,
+    )
+    for name, value in more.items():
+        setattr(config, name, value)
+    return config
+
+
+def lively(model, seed: int):
+    """Float32, with no weight at its trivial initial value."""
+    rng = torch.Generator().manual_seed(seed)
+    draw = lambda p: torch.randn(p.shape, generator=rng)  # noqa: E731
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim == 1 and "norm" in name:
+                p.copy_(1 + 0.2 * draw(p))
+            elif name.endswith("embed_tokens.weight") or "codebook" in name:
+                p.copy_(draw(p))
+            elif name.endswith(("lm_head.weight", "markov_w2.weight")):
+                p.copy_(draw(p) * 3 / p.shape[-1] ** 0.5)
+            elif "base_kernel" in name:
+                p.copy_(0.5 * draw(p))
+            else:
+                p.copy_(draw(p) * (1.5 / p.shape[-1] ** 0.5 if p.ndim > 1 else 0.3))
+    return model.float().eval()
+
+
+def save(model, folder: Path) -> Path:
+    """``save_pretrained`` without its progress bar."""
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+    return folder
+
+
+def load_target(model, folder: Path) -> Params:
+    """The target, loaded from a folder it is saved to."""
+    loaded = checkpoints.load_target(hub.resolve(save(model, folder)), jnp.float32)
+    return Params(loaded.weights, None, Meta(family=loaded.family, target_cfg=loaded.cfg, name="tiny"))
+
+
+def attach(params: Params, folder: Path, **settings):
+    """Params with the drafter of a folder, and what the loader found."""
+    meta = params.meta
+    shared = registry.target(meta.family).shared(params.target, meta.target_cfg)
+    found = checkpoints.load_drafter(
+        hub.resolve(folder), meta.target_cfg, shared, jnp.float32, settings=settings
+    )
+    meta = Meta(
+        family=meta.family, target_cfg=meta.target_cfg, drafter=found.name, drafter_cfg=found.cfg, name="tiny"
+    )
+    return Params(params.target, found.weights, meta), found
+
+
+def features(n: int, taps: int, seed: int = 1) -> np.ndarray:
+    """``[n, taps * WIDTH]`` random target features."""
+    return np.random.default_rng(seed).standard_normal((n, taps * WIDTH)).astype(np.float32)
+
+
+class Block:
+    """Our draft pass over given features: hidden rows and logits of a block after ``n`` positions."""
+
+    def __init__(self, params: Params):
+        self.module, meta = dflash, params.meta
+        self.cfg, self.p = meta.drafter_cfg, getattr(params.drafter, "body", params.drafter)
+        self.shared = registry.target(meta.family).shared(params.target, meta.target_cfg)
+
+    def run(self, taps: np.ndarray, anchor: int, n: int):
+        """(hidden [N D], logits [N V]) of the ``n`` last rows."""
+        hidden, logits = _run(self.p, self.shared, self.cfg, n, jnp.asarray(taps), jnp.array([anchor]))
+        return np.asarray(hidden), np.asarray(logits)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _run(p, shared, cfg, n, taps, anchor):
+    s = taps.shape[0]
+    state = dflash.init_state(cfg, 1, s + cfg.rows + 3, cfg.rows, jnp.float32)
+    state = dflash.inject(p, cfg, state, taps[None], jnp.arange(s)[None], jnp.array([s]), "extend")
+    ctx = dataclasses.replace(context(0, s), anchor=anchor)
+    hidden = dflash.drafting_rows(p, shared, cfg, n, state, ctx)
+    return hidden[0], dflash.unembed(p, shared, cfg, hidden)[0]
+
+
+def context(anchor: int, before: int) -> Ctx:
+    """What a drafter sees of a row whose anchor follows ``before`` tokens."""
+    return Ctx(
+        tokens=jnp.zeros((1, before + 8), jnp.int32),
+        length=jnp.array([before + 1], jnp.int32),
+        anchor=jnp.array([anchor], jnp.int32),
+        live=jnp.array([True]),
+        temperature=None,
+        kv_view=lambda kind: None,
+    )
+
+
+def close(ours, theirs, atol: float = 1e-4) -> None:
+    """Equal within ``atol``."""
+    theirs = theirs.detach().numpy() if isinstance(theirs, torch.Tensor) else np.asarray(theirs)
+    assert np.abs(np.asarray(jax.device_get(ours)) - theirs).max() <= atol
+
+
+def quiet_speculators() -> None:
+    """The library logs through loguru and logging; tests want neither."""
+    from loguru import logger
+
+    logger.disable("speculators")
+    logging.getLogger("speculators").setLevel(logging.ERROR)
