@@ -15,20 +15,21 @@ def pairwise(
     Greedy and deterministic: each case starts from the first pair not met yet and takes, factor by factor,
     the value that meets most new pairs (of equal ones the least used so far).
     """
-    everything = [c for c in product(factors) if allowed(c)]
-    open_pairs = dict.fromkeys(pair for case in everything for pair in _pairs(case))
+    everything = [(c, _pairs(c)) for c in product(factors) if allowed(c)]
+    open_pairs = dict.fromkeys(pair for _, pairs in everything for pair in pairs)
     chosen: list[Case] = []
     used = {name: dict.fromkeys(range(len(values)), 0) for name, values in factors.items()}
     while open_pairs:
         first = next(iter(open_pairs))
-        left = [c for c in everything if first in _pairs(c)]
+        left = [(c, pairs) for c, pairs in everything if first in pairs]
         for name, values in factors.items():
             gain = {i: _gain(left, name, v, open_pairs) for i, v in enumerate(values)}
             best = max(gain, key=lambda i: (gain[i], -used[name][i], -i))
-            left = [c for c in left if c[name] == values[best]]
+            left = [(c, pairs) for c, pairs in left if c[name] == values[best]]
             used[name][best] += 1
-        chosen.append(left[0])
-        for pair in _pairs(left[0]):
+        case, pairs = left[0]
+        chosen.append(case)
+        for pair in pairs:
             open_pairs.pop(pair, None)
     return chosen
 
@@ -49,6 +50,6 @@ def _pairs(case: Case) -> list[tuple]:
     return [tuple(sorted(two)) for two in itertools.combinations(((k, repr(v)) for k, v in case.items()), 2)]
 
 
-def _gain(cases: list[Case], name: str, value: Any, open_pairs) -> int:
+def _gain(cases: list[tuple[Case, list[tuple]]], name: str, value: Any, open_pairs) -> int:
     """Most new pairs that a case with this value can still meet; -1 when none is left."""
-    return max((sum(p in open_pairs for p in _pairs(c)) for c in cases if c[name] == value), default=-1)
+    return max((sum(p in open_pairs for p in pairs) for c, pairs in cases if c[name] == value), default=-1)

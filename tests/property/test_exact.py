@@ -142,7 +142,7 @@ def looks_up(case, costs=None):
 
 @pytest.mark.parametrize("k", [1, 5])
 def test_ngram(k):
-    """GRD.1, NGR.1, NGR.3: lengths 3 to 1, most recent match, in every way of driving."""
+    """GRD.1, GRD.3, NGR.1, NGR.3: lengths 3 to 1, most recent match, in every way of driving."""
     for case in product(DRIVING | {"k": (k,), "lengths": ((3, 1),), "match": ("recent",)}):
         looks_up(case)
 
@@ -159,6 +159,29 @@ def test_ngram_settings():
 def test_ngram_all(case):
     """NGR.3."""
     looks_up(case)
+
+
+CROWD = [*PROMPTS[:4], [*range(40)], PROMPTS[1], [61, 60, 61], [3, 3], PROMPTS[0]]
+
+
+@functools.cache
+def alone() -> list[list[int]]:
+    """Greedy continuations of ``CROWD``, each decoded by itself."""
+    return [specjax.decode(model(), [p], max_new_tokens=12, max_len=64).tokens[0] for p in CROWD]
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+def test_any_number_of_rows(rows):
+    """BAT.1, BAT.4, BAT.6: 1 to 9 rows, with duplicates and prompts of 1 to 40 tokens that accept different
+    counts: each row equals its solo run, its drafter's state included."""
+    assert len({tuple(p) for p in CROWD}) == 7 <= TEXTS
+    known = dict(zip(map(tuple, CROWD), alone(), strict=True))
+    prompts, tokens = [list(p) for p in known], list(known.values())
+    modes = [MODES[i % 4] for i in range(len(prompts))]
+    params = told(modes, tokens, prompts=prompts, name="WITNESS")
+    out = specjax.decode(params, CROWD[-rows:], max_new_tokens=12, max_len=64, k=2, rows=rows)
+    assert out.tokens == alone()[-rows:]
+    assert out.total.accepted > 0
 
 
 def test_logit_gaps_are_clear():
@@ -277,6 +300,7 @@ def test_sampled_ids_equal_plain_with_ngram_and_several_samples():
     out = specjax.decode(params, PROMPTS[:2], rule="match", **call)
     assert out.tokens == expected
     assert out.total.accepted > 0
+    assert specjax.decode(params, PROMPTS[:2], rule="match", **call).tokens == expected
     assert len({tuple(row) for samples in expected for row in samples}) == 6
 
 

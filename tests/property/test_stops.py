@@ -4,11 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from told import MODES, NEW, PROMPTS, cut, model, plain, told, unused
+from told import MODES, NEW, PROMPTS, cut, model, plain, told, unused, with_drafter
 
 import specjax
 from specjax import testing
 from specjax.core import programs
+from specjax.drafters import ngram
 
 WIDTHS = (1, 4, 7)
 
@@ -91,7 +92,7 @@ def test_kinds_of_stop_ids():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("token", [0, 63])
 def test_placeholder_ids_stay_in_the_output(mode, token):
-    """STP.4: a target that says nothing but 0 (what buffers are filled with) or the last id."""
+    """STP.4: a target that says nothing but 0 (what buffers and lookups are filled with) or the last id."""
     table = np.zeros((1, 64, 64), np.float32)
     table[..., token] = 9.0
     base = testing.micro_params(64, table=table)
@@ -126,3 +127,29 @@ def test_the_context_is_filled_exactly(k):
     assert specjax.decode(params, [prompt], k=k).tokens == tokens
     with pytest.raises(ValueError, match="context"):
         specjax.decode(params, [prompt], max_new_tokens=14, k=k)
+
+
+def counting(period: int, **config):
+    """A target that says the next number, from 0 again after ``period``; it looks tokens up."""
+    table = np.zeros((1, 64, 64), np.float32)
+    table[0, np.arange(64), (np.arange(64) + 1) % period] = 9.0
+    return with_drafter(testing.micro_params(64, table=table, **config), "ngram", ngram.Config(8, 3, 1))
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_copied_drafts_end_where_the_budget_does(k):
+    """STP.1, STP.2, STP.3, STP.4, CTX.1, CTX.4, NGR.1: the n-gram drafter with budgets of 0 and more, prompts
+    of one token, a full context and a stop in a copied block; the target says 0, with which proposals are
+    padded, every third time."""
+    base = counting(3, max_positions=16)
+    for prompt in ([2], [0, 1, 2, 0]):
+        endless = [(prompt[-1] + 1 + i) % 3 for i in range(16)]
+        for budget in (0, 1, 2, 3, 4, 5, 6, 16 - len(prompt)):
+            out = specjax.decode(base, prompt, max_new_tokens=budget, k=k)
+            assert (out.tokens, out.finish_reason) == (endless[:budget], "length")
+            for stop in range(3):
+                ended = specjax.decode(base, prompt, max_new_tokens=budget, k=k, stop=stop)
+                assert (ended.tokens, ended.finish_reason) == cut(endless, budget, [stop])
+        assert out.stats.accepted == out.stats.proposed > 0
+        with pytest.raises(ValueError, match="context"):
+            specjax.decode(base, prompt, max_new_tokens=17 - len(prompt), k=k)

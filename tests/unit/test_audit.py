@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tiny_models import (
 )
 
 import specjax
-from specjax import identity
+from specjax import identity, registry
 from specjax.core import accept, loop
 from specjax.identity import Report, Row
 
@@ -133,6 +134,31 @@ def test_low_precision_is_judged_in_float32():
     assert report.dtype == "bfloat16"
     for row in report.rows:  # differences, if any, are near-ties at this precision
         assert row.identical or row.gap < 0.5
+
+
+def test_rounding_is_told_from_mistakes(monkeypatch):
+    """GRD.2: where blocks round otherwise than single steps, by a bfloat16 step, the two candidates lie
+    within the two steps that docs/exactness.md allows, and the report says where and by how much."""
+    module = registry.target("llama")
+
+    def rounded(p, cfg, hidden, real=module.unembed):
+        logits = real(p, cfg, hidden)
+        step = 2.0 ** (jnp.floor(jnp.log2(jnp.max(logits, -1, keepdims=True))) - 7)
+        noise = jax.random.rademacher(jax.random.key(0), logits.shape[-1:], logits.dtype)
+        return logits + step * noise * (hidden.shape[1] > 1)
+
+    params = specjax.cast(uncompiled(told(), 11), "bfloat16")
+    options = OPTIONS | {"max_new_tokens": 110}
+    plain = specjax.decode(identity.without_drafter(params), PROMPTS, **options).tokens
+    monkeypatch.setattr(module, "unembed", rounded)  # the plain program is compiled already
+    report = audit(params, PROMPTS, **options)
+    monkeypatch.undo()
+    assert 0 < report.changed < len(PROMPTS)
+    for row in report.rows:
+        if not row.identical:
+            logits = identity.prefix_logits(params, PROMPTS[row.prompt] + plain[row.prompt][: row.position])
+            assert 0 < row.gap <= 2 * 2.0 ** (np.floor(np.log2(logits.max())) - 7)
+            assert f"prompt {row.prompt}: differs at token {row.position}" in str(report)
 
 
 def test_an_interrupted_audit_reports_nothing(monkeypatch):

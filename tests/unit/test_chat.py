@@ -19,6 +19,7 @@ from tiny_models import (
 import specjax
 from specjax import testing
 from specjax.core import loop, programs
+from specjax.drafters import ngram
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -157,7 +158,7 @@ def test_regenerate(params):
 
 @EACH
 def test_sampling_in_a_conversation(params):
-    """RNG.1, PFX.2: a turn draws what a fresh run with the same seed draws."""
+    """RNG.1, PFX.2, DST.7: a turn draws what a fresh run with the same seed and options draws."""
     params = params()
     hot = {"temperature": 2.5, "seed": 7, "rule": "match"}
     talk, texts = chat(params, **hot), []
@@ -332,6 +333,17 @@ def test_ctrl_c(reads, monkeypatch):
         assert talk.messages[-1]["content"] == out.text
     monkeypatch.undo()
     same(talk.send(SAID[2]), fresh(model(), talk.messages))
+
+
+def test_rings_cannot_go_back_and_are_filled_again():
+    """KVR.2, PFX.2: nothing of a state that cannot be cut back is reused, and nobody notices."""
+    base = testing.sliding_params((5, 0), vocab=VOCAB, eos_ids=(2,))
+    base = model(with_meta(base, tokenizer_id=target().meta.tokenizer_id))
+    params = with_drafter(base, "ngram", ngram.Config(3, 3, 1))
+    talk = chat(params)
+    for text in SAID[:2]:
+        same(talk.send(text), fresh(params, talk.messages))
+        assert talk.reused == 0
 
 
 def test_log_probabilities_of_a_later_turn():

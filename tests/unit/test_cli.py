@@ -113,6 +113,7 @@ def test_prompt_from_standard_input(api):
 
 
 def test_every_option_arrives_under_its_own_name(api):
+    """DST.7: on the command line; what is not given is not passed on, so there is no default of its own."""
     result = run(
         "generate", "toy", "why?", "--drafter", "ngram", "--dtype", "float32", "-sc", '{"method": "ngram"}',
         "--max-new-tokens", 7, "--k", 3, "--temperature", 0.5, "--top-k", 4, "--top-p", 0.9, "--min-p", 0.1,

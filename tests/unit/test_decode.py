@@ -691,9 +691,19 @@ NO_TIMES = {"prefill_seconds": 0.0, "decode_seconds": 0.0, "compile_seconds": 0.
 
 
 def test_rows_of_a_batch_on_accelerators(monkeypatch):
-    """PRF.3: batch sizes share programs where an idle row costs nothing; idle rows change no row's tokens."""
+    """PRF.3, DST.6: batch sizes share programs where an idle row costs nothing; idle rows change no row's tokens,
+    each of which is drawn with its own values."""
+    own = {
+        "temperature": [2.5, 0.0, 1.5],
+        "top_k": [40, 0, 5],
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "seed": [4, 5, 6],
+    }
+    full = decode(target(), PROMPTS[:3], **own)
     monkeypatch.setattr(config, "backend", lambda: "gpu")
     assert [config.row_bucket(n, 8) for n in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 8]
     assert config.row_bucket(5, 6) == 6
     out = decode(told(), PROMPTS[:3])
     assert out.tokens == [greedy(p, 40)[0] for p in PROMPTS[:3]]
+    assert decode(target(), PROMPTS[:3], **own).tokens == full.tokens

@@ -116,6 +116,7 @@ def test_a_batch_streams_each_row_in_order(rounds):
 
 
 def test_samples_of_a_prompt_have_their_own_index():
+    """DST.7: temperature and seed reach a stream as they reach ``decode``."""
     pieces = list(stream(target(), PROMPTS[:2], n=2, rows=3, temperature=2.5, seed=4))
     out = decode(target(), PROMPTS[:2], n=2, rows=3, temperature=2.5, seed=4)
     by_index = [ids(p for p in pieces if p.index == i) for i in range(4)]
