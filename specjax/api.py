@@ -32,6 +32,7 @@ def load(
     dtype: Any = "auto",
     speculative_config: Any = None,
     drafter_config: Any = None,
+    shapes_only: bool = False,
     verbose: bool | None = None,
 ) -> Params:
     """Target and drafter as one pytree.
@@ -47,6 +48,8 @@ def load(
             (docs/speculative-config.md).
         drafter_config: settings that replace the drafter's defaults or what its file says (``k``, ``drafting``,
             ...); for a chain a list with one dict, or None, per drafter.
+        shapes_only: ``jax.ShapeDtypeStruct`` in place of every array: reads configs and tensor names, allocates
+            nothing. What :func:`explain` needs to tell the memory of a call beforehand.
         verbose: progress: None = only on a terminal, False = never, True = always.
 
     Raises:
@@ -56,18 +59,21 @@ def load(
     with line(verbose) as say:
         say(f"loading {target}")
         wanted = attach.plan(drafter, speculative_config, drafter_config)
-        params = _target(target, dtype, say)
+        params = _target(target, dtype, say, shapes_only)
         return params if wanted is None else attach.attach(params, wanted, say)
 
 
-def _target(target: str | Path, dtype: Any, say: attach.Say) -> Params:
+def _target(target: str | Path, dtype: Any, say: attach.Say, shapes_only: bool) -> Params:
     if str(target) == "tiny":
-        return _tiny(_dtype(dtype, "float32"))
+        params = _tiny(_dtype(dtype, "float32"))
+        return jax.eval_shape(lambda: params) if shapes_only else params
     source = checkpoints.hub.resolve(target)
     if source.kind != "orbax":
-        return _from_checkpoint(source, _dtype(dtype, None), say)
-    params = checkpoints.orbax.load(source.path)
-    return params if dtype == "auto" else cast(params, dtype)
+        return _from_checkpoint(source, _dtype(dtype, None), say, shapes_only)
+    params = checkpoints.orbax.load(source.path, shapes_only)
+    if dtype == "auto":
+        return params
+    return jax.eval_shape(lambda p: cast(p, dtype), params) if shapes_only else cast(params, dtype)
 
 
 def _dtype(dtype: Any, auto: str | None) -> Any:
@@ -82,10 +88,10 @@ def _dtype(dtype: Any, auto: str | None) -> Any:
     return found
 
 
-def _from_checkpoint(source, dtype, say) -> Params:
+def _from_checkpoint(source, dtype, say, shapes_only: bool) -> Params:
     progress = lambda done, total, name: say(f"loading {source.name}: {done}/{total} {name}")  # noqa: E731
     say(f"loading {source.name} as {dtype}")
-    loaded = checkpoints.load_target(source, dtype, progress)
+    loaded = checkpoints.load_target(source, dtype, progress, shapes_only)
     meta = config.Meta(
         family=loaded.family,
         target_cfg=loaded.cfg,

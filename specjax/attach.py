@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+
 from specjax import checkpoints, registry, speculative
 from specjax.checkpoints import hub
 from specjax.core.platform import backend
@@ -245,6 +247,7 @@ def _load(params: Params, ask: Ask, say: Say) -> _Ready:
         method=ask.name,
         settings=_common(ask) | dict(ask.settings),
         tokenizer_id=meta.tokenizer_id,
+        shapes_only=isinstance(lent.embed, jax.ShapeDtypeStruct),
         progress=lambda done, total, name: say(f"loading drafter {source.name}: {done}/{total} {name}"),
     )
     return _Ready(loaded.name, loaded.cfg, loaded.weights, loaded.notes, loaded.made_for)

@@ -55,6 +55,8 @@ class Call:
     def engines(self) -> tuple[Engine, Engine]:
         """Engine of the batch, and the one that prefills a refill alone."""
         weights = (self.params.target, self.params.drafter)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(weights)):
+            raise ValueError("these params hold shapes only (shapes_only=True): load them again to decode")
         main = Engine(self.program, weights, self._announce)
         if self.program.rows == 1:
             return main, main

@@ -1,4 +1,4 @@
-"""Command line: ``specjax generate | chat | demo | doctor``. Calls the public API only.
+"""Command line: ``specjax generate | chat | explain | demo | doctor``. Calls the public API only.
 
 Every option is a keyword of :func:`specjax.decode` or :func:`specjax.load` under the same name; an option
 that is not given is not passed on, so defaults live in one place. Standard output carries text (or JSON)
@@ -124,6 +124,34 @@ def chat(
 
 
 @app.command()
+def explain(
+    target: opt.Target,
+    drafter: opt.Drafter = None,
+    dtype: opt.Dtype = None,
+    speculative_config: opt.Speculative = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of every prompt.")] = 512,
+    max_new_tokens: opt.MaxNew = None,
+    k: opt.K = None,
+    temperature: opt.Temperature = None,
+    rows: opt.Rows = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile and take the compiler's figure of temporary memory.")
+    ] = False,
+    verbose: opt.Verbose = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Memory and programs of a call before it runs: no weight is read."""
+    given = locals()
+    with _errors(verbose):
+        own = ("prompt_tokens", "compile")
+        options = opt.decode_options({key: value for key, value in given.items() if key not in own})
+        params = _load(given, shapes_only=True)
+        prompts = [[0] * prompt_tokens] * (rows or 1)
+        told = specjax.explain(params, prompts, compile=compile, **options)
+        typer.echo(json.dumps(opt.printable(told)) if as_json else str(told))
+
+
+@app.command()
 def demo(
     max_new_tokens: Annotated[int, typer.Option(help="Token budget per answer.")] = 128,
     dtype: opt.Dtype = None,
@@ -146,14 +174,14 @@ def doctor(as_json: opt.AsJson = False, verbose: opt.Verbose = None) -> None:
             raise typer.Exit(1)
 
 
-def _load(given: dict[str, Any]) -> Any:
+def _load(given: dict[str, Any], **more: Any) -> Any:
     from specjax.core.platform import enable_compilation_cache
 
     enable_compilation_cache()
     keywords = {k: given[k] for k in opt.LOAD if given[k] is not None}
     with progress.line(given["verbose"]) as say:
         say(f"loading {given['target']}")
-        return specjax.load(given["target"], **keywords)
+        return specjax.load(given["target"], **keywords, **more)
 
 
 def _generate_whole(params: Any, text: str, options: dict[str, Any], as_json: bool) -> None:

@@ -5,12 +5,14 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax import registry
 from specjax.checkpoints import formats, gguf, gguf_model, safetensors, tokenizer, tree
 from specjax.checkpoints.hub import Source
 from specjax.checkpoints.load import read_json
+from specjax.targets.hf import refuse_quantised
 from specjax.types import Shared
 
 
@@ -36,17 +38,20 @@ def load_drafter(
     settings: Mapping[str, Any] | None = None,
     tokenizer_id: str = "",
     progress: tree.Progress | None = None,
+    shapes_only: bool = False,
 ) -> LoadedDrafter:
     """Read a drafter folder, or a GGUF file of a draft model, for a target.
 
     ``method``: the kind that is expected. ``settings`` replace what the file says (``k``, ``drafting``,
     ``layout``, ``taps``, ...). ``tokenizer_id``: the target's, which a draft model's must agree with. Embedding
-    and head equal to the target's are borrowed, not stored twice.
+    and head equal to the target's are borrowed, not stored twice. ``shapes_only``: the weights are
+    ``jax.ShapeDtypeStruct``, and an embedding or head of the target's shape is taken for a copy of it.
     Raises ValueError before weights are allocated: another kind than expected, a tensor missing or unknown, a
     setting not understood, a drafter that does not fit the target.
     """
     files, own_tokenizer = _open(source, target_cfg)
     where = files.where
+    refuse_quantised(files.hf, where)
     found = formats.detect(files)
     if method is not None and method != found.method:
         raise ValueError(f"{where} holds a {found.method} drafter ({found.format} format), not {method}")
@@ -56,7 +61,7 @@ def load_drafter(
     if found.borrows:
         given |= _borrow(files, names, shared, dtype)
     cfg = _configure(found.method, given, settings or {}, target_cfg, where)
-    weights = _fill(found, cfg, names, files, dtype, progress)
+    weights = _fill(found, cfg, names, files, dtype, progress, shapes_only)
     return LoadedDrafter(found.method, cfg, weights, found.format, found.notes, found.made_for)
 
 
@@ -117,11 +122,19 @@ def _borrow(files: formats.Files, names: dict[str, str], shared: Shared, dtype: 
 def _same(files: formats.Files, name: str, lent: Any, dtype: Any) -> bool:
     if tuple(files.shapes[name]) != tuple(lent.shape):
         return False
+    if isinstance(lent, jax.ShapeDtypeStruct):
+        return True
     return np.array_equal(files.get(name).astype(dtype), np.asarray(lent, dtype))
 
 
 def _fill(
-    found: formats.Found, cfg: Any, names: dict[str, str], files: formats.Files, dtype, progress
+    found: formats.Found,
+    cfg: Any,
+    names: dict[str, str],
+    files: formats.Files,
+    dtype,
+    progress,
+    shapes_only: bool,
 ) -> Any:
     unread = set(files.shapes) - set(found.names.values())
     unread = {n for n in unread if not n.endswith((*tree.HARMLESS, *found.skipped))}
@@ -140,4 +153,5 @@ def _fill(
         where=files.where,
         harmless=found.skipped,
         progress=progress,
+        shapes_only=shapes_only,
     )

@@ -34,15 +34,19 @@ class LoadedTarget:
     chat_template: str | None
 
 
-def load_target(source: Source, dtype: Any, progress: tree.Progress | None = None) -> LoadedTarget:
+def load_target(
+    source: Source, dtype: Any, progress: tree.Progress | None = None, shapes_only: bool = False
+) -> LoadedTarget:
     """Read a folder or GGUF; floating weights become ``dtype``, one tensor at a time.
 
-    ``progress(done, total, name)`` is called after each array. Raises ValueError or OSError naming the
+    ``progress(done, total, name)`` is called after each array. ``shapes_only``: the weights are
+    ``jax.ShapeDtypeStruct``; nothing is read or allocated. Raises ValueError or OSError naming the
     file, tensor or setting at fault before anything is compiled.
     """
     if source.kind == "orbax":
         raise ValueError(f"{source.path} was written by specjax.save: read it with checkpoints.orbax.load")
-    return (_from_gguf if source.kind == "gguf" else _from_folder)(source.path, dtype, progress)
+    read = _from_gguf if source.kind == "gguf" else _from_folder
+    return read(source.path, dtype, progress, shapes_only)
 
 
 def read_json(path: Path, required: bool = True) -> dict[str, Any]:
@@ -60,12 +64,12 @@ def read_json(path: Path, required: bool = True) -> dict[str, Any]:
     return data
 
 
-def _from_folder(path: Path, dtype: Any, progress: tree.Progress | None) -> LoadedTarget:
+def _from_folder(path: Path, dtype: Any, progress: tree.Progress | None, shapes_only: bool) -> LoadedTarget:
     hf = read_json(path / "config.json")
     generation = read_json(path / "generation_config.json", required=False)
     family_module(hf, path)  # before any weight file is opened
     get, names = safetensors.reader(path)
-    family, cfg, weights = _build(hf, get, names, dtype, str(path), progress)
+    family, cfg, weights = _build(hf, get, names, dtype, str(path), progress, shapes_only)
     return LoadedTarget(
         family=family,
         cfg=cfg,
@@ -78,11 +82,11 @@ def _from_folder(path: Path, dtype: Any, progress: tree.Progress | None) -> Load
     )
 
 
-def _from_gguf(path: Path, dtype: Any, progress: tree.Progress | None) -> LoadedTarget:
+def _from_gguf(path: Path, dtype: Any, progress: tree.Progress | None, shapes_only: bool) -> LoadedTarget:
     file = gguf.open_file(path)
     hf = gguf_model.hf_config(file)
     get, names = gguf_model.reader(file, hf)
-    family, cfg, weights = _build(hf, get, names, dtype, str(path), progress)
+    family, cfg, weights = _build(hf, get, names, dtype, str(path), progress, shapes_only)
     return LoadedTarget(
         family=family,
         cfg=cfg,
@@ -105,7 +109,15 @@ def family_module(hf: Mapping[str, Any], where: Any) -> Any:
     return registry.target(family)
 
 
-def _build(hf: Mapping[str, Any], get: Callable, names: set[str], dtype: Any, where: str, progress: Any):
+def _build(
+    hf: Mapping[str, Any],
+    get: Callable,
+    names: set[str],
+    dtype: Any,
+    where: str,
+    progress: Any,
+    shapes_only: bool,
+):
     module = family_module(hf, where)
     try:
         cfg = module.config(untie(hf, get, names, where))
@@ -113,7 +125,14 @@ def _build(hf: Mapping[str, Any], get: Callable, names: set[str], dtype: Any, wh
         raise ValueError(f"{where}: the config lacks {error}") from None
     harmless = (_HEAD,) if cfg.tied else ()
     weights = tree.fill(
-        module.abstract(cfg), get, names, dtype, where=where, harmless=harmless, progress=progress
+        module.abstract(cfg),
+        get,
+        names,
+        dtype,
+        where=where,
+        harmless=harmless,
+        progress=progress,
+        shapes_only=shapes_only,
     )
     return hf["model_type"], cfg, weights
 

@@ -50,8 +50,8 @@ def save(params: Params, folder: str | Path) -> None:
         shutil.rmtree(temp, ignore_errors=True)
 
 
-def load(folder: str | Path) -> Params:
-    """Read a folder written by :func:`save`.
+def load(folder: str | Path, shapes_only: bool = False) -> Params:
+    """Read a folder written by :func:`save`; with ``shapes_only`` no array, only their shapes.
 
     Raises FileNotFoundError when it is none, ValueError when it is damaged or when its arrays do not have
     the shapes its own config asks for.
@@ -67,6 +67,8 @@ def load(folder: str | Path) -> Params:
         _specs(meta),
         is_leaf=_is_spec,
     )
+    if shapes_only:
+        return Params(wanted["target"], wanted["drafter"], meta)
     ocp, context = _orbax()
     try:
         with context:

@@ -35,8 +35,9 @@ def fill(
     where: str = "the checkpoint",
     harmless: Iterable[str] = (),
     progress: Progress | None = None,
+    shapes_only: bool = False,
 ) -> Any:
-    """The struct ``abstract`` (ArraySpec leaves) with a jax array at every leaf.
+    """The struct ``abstract`` (ArraySpec leaves) with a jax array at every leaf, or its shape (``shapes_only``).
 
     ``get(name)`` returns one checkpoint tensor, ``names`` all names it knows. Floating arrays are cast to
     ``dtype``, tensor by tensor; integers keep their type. Raises ValueError naming every missing tensor
@@ -47,6 +48,8 @@ def fill(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=_is_spec)
     used = _check_names(leaves, names, where)
     _warn_unexpected(names - used, tuple(harmless), where)
+    if shapes_only:
+        return shapes(abstract, dtype)
     reader = _Reader(get, names, np.dtype(dtype), where, _fused_rows(leaves))
     arrays = []
     for done, (path, spec) in enumerate(leaves):
@@ -54,6 +57,12 @@ def fill(
         if progress is not None:
             progress(done + 1, len(leaves), spec.names[0] if spec.names else jax.tree_util.keystr(path))
     return jax.tree_util.tree_unflatten(treedef, arrays)
+
+
+def shapes(abstract: Any, dtype: Any) -> Any:
+    """The struct ``abstract`` with a ``jax.ShapeDtypeStruct`` at every leaf: nothing is allocated."""
+    one = lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype))  # noqa: E731
+    return jax.tree.map(one, abstract, is_leaf=_is_spec)
 
 
 def random_weights(abstract: Any, seed: int, dtype: Any, scale: float = 1.0) -> Any:

@@ -26,11 +26,7 @@ def check_config(hf: Mapping[str, Any], known: Collection[str], fixed: Mapping[s
     neither in ``known``, ``fixed`` nor :data:`NEUTRAL` gives a UserWarning naming it.
     """
     name = hf.get("model_type", "this model")
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(
-            f"{name}: weights quantised with {method!r} are not supported; use an unquantised checkpoint"
-        )
+    refuse_quantised(hf, name)
     for key, values in fixed.items():
         if key in hf and hf[key] not in values:
             raise ValueError(f"{name}: config has {key}={hf[key]!r}; supported: {list(values)}")
@@ -44,6 +40,16 @@ def check_config(hf: Mapping[str, Any], known: Collection[str], fixed: Mapping[s
             UserWarning,
             stacklevel=3,
         )
+
+
+def refuse_quantised(hf: Mapping[str, Any], name: str) -> None:
+    """ValueError naming the method of a config that says its weights are quantised (FP8, AWQ, GPTQ, ...)."""
+    for key in ("quantization_config", "compression_config"):
+        if hf.get(key):
+            method = hf[key].get("quant_method") or hf[key].get("format") or "unknown"
+            raise ValueError(
+                f"{name}: weights quantised with {method!r} are not supported; use an unquantised checkpoint"
+            )
 
 
 def only_full_attention(hf: Mapping[str, Any]) -> None:

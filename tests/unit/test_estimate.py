@@ -1,9 +1,14 @@
 """Bytes told before a call against the bytes of its arrays and the compiler's own figures."""
 
+import json
+
+import jax
 import pytest
+import tiny_files
+from typer.testing import CliRunner
 
 import specjax
-from specjax import config, testing
+from specjax import cli, config, testing
 from specjax.core import accept, programs
 
 SHAPES = {
@@ -63,3 +68,56 @@ def test_a_real_model():
     told = specjax.explain(params, prompts, **options)
     exact = specjax.explain(params, prompts, compile=True, **options)
     assert abs(told.total_bytes / exact.total_bytes - 1) < 0.05
+
+
+@pytest.mark.parametrize("name", ["tiny", "saved", "folder"])
+def test_shapes_are_enough(tmp_path, name):
+    """PRF.5: the same figures without reading or allocating a weight."""
+    if name == "saved":
+        specjax.save(testing.tiny_drafter(testing.tiny_params(), "draft_model"), tmp_path / "saved")
+    if name == "folder":
+        hf = tiny_files.config()
+        tiny_files.folder(tmp_path / "folder", hf, tiny_files.tensors(hf))
+    where = name if name == "tiny" else tmp_path / name
+    real, shapes = (specjax.load(where, shapes_only=only, verbose=False) for only in (False, True))
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(shapes))
+    told = specjax.explain(shapes, [1, 2, 3], max_new_tokens=8)
+    assert told == specjax.explain(real, [1, 2, 3], max_new_tokens=8)
+    with pytest.raises(ValueError, match="shapes only"):
+        specjax.decode(shapes, [1, 2, 3], max_new_tokens=8)
+
+
+def test_on_the_command_line():
+    """PRF.5: ``specjax explain`` allocates nothing and takes rows, lengths and widths."""
+    run = CliRunner().invoke(
+        cli.app,
+        [
+            "explain",
+            "tiny",
+            "--drafter",
+            "ngram",
+            "--rows",
+            "3",
+            "--prompt-tokens",
+            "20",
+            "-k",
+            "2",
+            "--json",
+        ],
+    )
+    assert run.exit_code == 0, run.output
+    told = json.loads(run.stdout)
+    assert told["program"]["rows"] == 3
+    assert told["program"]["k"] == 2
+    assert told["prompt_tokens"] == [20, 20, 20]
+    assert told["total_bytes"] > told["target_bytes"] > 0
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "compressed-tensors"])
+def test_quantised_targets_are_refused_by_name(tmp_path, key, method):
+    """NUM.3: before any weight is read."""
+    hf = tiny_files.config()
+    tiny_files.folder(tmp_path / "m", hf | {key: {"quant_method": method}}, tiny_files.tensors(hf))
+    with pytest.raises(ValueError, match=f"quantised with '{method}'"):
+        specjax.load(tmp_path / "m", verbose=False)
