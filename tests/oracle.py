@@ -81,6 +81,10 @@ def accept_row(logits, drafts, row, rule, q=None):
         random = noise(row["key"], row["length"], logits.shape[0], logits.shape[1])
         random = {name: np.asarray(x, np.float64) for name, x in random.items()}
     tokens, scores, accepted = [], [], 0
+    keep = len(drafts)
+    if rule == "block" and random is not None and row.get("temperature", 0.0) > 0:
+        keep, weight = _block(logits, drafts, row, random["accept"], q)
+        random |= {"keep": keep, "weight": weight}
     for i in range(len(drafts) + 1):
         if row["length"] + len(tokens) >= row["limit"]:
             return accepted, tokens, LENGTH, scores
@@ -94,10 +98,11 @@ def accept_row(logits, drafts, row, rule, q=None):
         token = _decide(i, draft, adjusted, probs, random, rule, None if q is None or draft is None else q[i])
         tokens.append(token)
         scores.append(raw[token] - np.log(np.exp(raw - raw.max()).sum()) - raw.max())
-        accepted += token == draft
+        kept = token == draft and i < keep
+        accepted += kept
         if token in row.get("stops", ()):
             return accepted, tokens, STOP, scores
-        if token != draft:
+        if not kept:
             break
     full = row["length"] + len(tokens) >= row["limit"]
     return accepted, tokens, LENGTH if full else RUNNING, scores
@@ -110,6 +115,9 @@ def _decide(i, draft, adjusted, probs, random, rule, q):
     with np.errstate(divide="ignore"):
         if rule == "match":
             return int(np.argmax(np.log(probs) + random["match"][i]))
+        if rule == "block":
+            weight = random["weight"] if i == random["keep"] else None
+            return draft if weight is None else int(np.argmax(np.log(weight) + random["extra"][i]))
         weight = probs
         if draft is not None:
             exists = 0 <= draft < len(probs)
@@ -118,3 +126,42 @@ def _decide(i, draft, adjusted, probs, random, rule, q):
             weight = np.maximum(probs - (np.arange(len(probs)) == draft if q is None else q), 0)
             weight = probs if weight.sum() == 0 else weight
         return int(np.argmax(np.log(weight) + random["extra"][i]))
+
+
+def chances(p, q, drafts):
+    """Block verification of one row: ``(chance that the first i drafts are kept, given that no longer prefix is,
+    for i = 0..K; what the extra token is drawn from, up to a factor, behind i drafts)``.
+
+    ``p`` are the K + 1 target laws along the drafts, ``q`` the K draft laws.
+    """
+    k, reach = len(drafts), [1.0]
+    for i, token in enumerate(drafts):
+        ratio = p[i][token] / (q[i][token] or 1.0) if 0 <= token < len(p[i]) else 0.0
+        reach.append(min(reach[-1] * ratio, 1.0))
+    over = [np.maximum(reach[i] * p[i] - q[i], 0) for i in range(k)]
+    inner = [
+        o.sum() / (o.sum() + 1 - r) if o.sum() + 1 - r > 0 else 1.0 for o, r in zip(over, reach, strict=False)
+    ]
+    return [*inner, reach[k]], [*over, p[k]]
+
+
+def _block(logits, drafts, row, u, q):
+    """(drafts kept, weights of the extra token): drafts at and behind a bad position do not exist."""
+    p = []
+    for i in range(len(drafts) + 1):
+        history = [*row.get("history", ()), *drafts[:i]]
+        with np.errstate(invalid="ignore"):
+            if not np.isfinite(np.max(np.asarray(logits[i], np.float64))):
+                break
+        p.append(law(logits[i], row, history, row.get("prompt", ()))[1])
+    if not p:
+        return 0, None
+    broken = len(p) <= len(drafts)
+    drafts = drafts[: len(p)] if broken else drafts
+    vocab = len(p[0])
+    point = [(np.arange(vocab) == d).astype(float) for d in drafts]
+    p += [np.full(vocab, 1 / vocab)] * broken  # never drawn from: the row ends there
+    chance, weights = chances(p, point if q is None else q, drafts)
+    keep = max([i for i in range(1, len(drafts) + 1) if u[i - 1] < chance[i]], default=0)
+    weight = weights[keep]
+    return keep, weight if weight.sum() > 0 else p[keep]

@@ -4,6 +4,8 @@
 any drafter and any temperature; with the same seed it emits what plain decoding emits.
 ``reject`` is the ratio test with a residual draw (Leviathan et al., arXiv 2211.17192); a deterministic
 draft is a point mass, whose residual is the target without that token.
+``block`` decides the whole block at once and keeps at least as many drafts on average (Sun et al., arXiv
+2403.10444): a token the target likes more than the drafter does pays for a later one it likes less.
 
 ``accept`` takes the target's hidden states, not logits: positions are unembedded in blocks whose float32
 logits stay under a limit, and the result does not depend on the block size.
@@ -45,7 +47,8 @@ def accept(
     if rule == "match" or state.sampling.greedy:
         accepted, tokens, scores, bad = _match(hidden, rows, count, logit_bytes)
     else:
-        accepted, tokens, scores, bad = _reject(hidden, rows, proposal, count, logit_bytes)
+        decide = _reject if rule == "reject" else _block
+        accepted, tokens, scores, bad = decide(hidden, rows, proposal, count, logit_bytes)
     return _finish(accepted, tokens, scores, bad, active, state)
 
 
@@ -82,7 +85,7 @@ class _Rows:
 def _match(hidden, rows: _Rows, count, logit_bytes):
     sampling, length = rows.state.sampling, rows.state.length
 
-    def block(part, first):
+    def block(carry, part, first):
         raw, adjusted, logits = rows.processed(part, rows.drafts, first)
         tokens = jnp.argmax(adjusted, -1)
         if not sampling.greedy:
@@ -90,7 +93,7 @@ def _match(hidden, rows: _Rows, count, logit_bytes):
             noise = smp.gumbel(smp.position_keys(rows.keys, smp.MATCH, pos), raw.shape[-1])
             drawn = jnp.argmax(logits + noise, -1)
             tokens = jnp.where(rows.sampled[:, None], drawn, tokens)
-        return tokens.astype(jnp.int32), rows.score(raw, tokens), smp.nonfinite(adjusted)
+        return carry, (tokens.astype(jnp.int32), rows.score(raw, tokens), smp.nonfinite(adjusted))
 
     tokens, scores, bad = _in_blocks(block, hidden, rows, logit_bytes)
     k = rows.drafts.shape[1]
@@ -99,38 +102,104 @@ def _match(hidden, rows: _Rows, count, logit_bytes):
 
 
 def _reject(hidden, rows: _Rows, proposal: Proposal, count, logit_bytes):
-    length = rows.state.length
     k = rows.drafts.shape[1]
-    padded = jnp.pad(rows.drafts, ((0, 0), (0, 1)))  # the bonus position has no draft
 
-    def block(part, first):
+    def block(carry, part, first):
         raw, adjusted, logits = rows.processed(part, rows.drafts, first)
-        roomy = jnp.pad(padded, ((0, 0), (0, part.shape[1])))  # the last block may reach beyond the end
-        drafts = jax.lax.dynamic_slice_in_dim(roomy, first, part.shape[1], 1)
-        p = jnp.exp(_take(logits, drafts) - jax.nn.logsumexp(logits, -1))
-        top = jnp.argmax(adjusted, -1) == drafts
-        return p, top, rows.score(raw, drafts), smp.nonfinite(adjusted)
+        drafts = _columns(rows.drafts, first, part.shape[1])
+        p = _probability(logits, jax.nn.logsumexp(logits, -1), drafts)
+        return carry, (
+            p,
+            jnp.argmax(adjusted, -1) == drafts,
+            rows.score(raw, drafts),
+            smp.nonfinite(adjusted),
+        )
 
     p, top, scores, bad = _in_blocks(block, hidden, rows, logit_bytes)
-    keys = smp.round_keys(rows.keys, length)
-    pos = length[:, None] + jnp.arange(k + 1)
-    u = jax.vmap(jax.vmap(jax.random.uniform))(smp.position_keys(keys, smp.ACCEPT, pos))[:, :k]
+    keys, u = _uniform(rows, k)
     passed = u * _draft_probability(proposal) < p[:, :k]
     passed = jnp.where(rows.sampled[:, None], passed, top[:, :k])
     accepted = _prefix(passed & (jnp.arange(k) < count[:, None]) & ~bad[:, :k])
-    extra, extra_score = _extra(hidden, rows, proposal, accepted, count, keys)
-    at_cut = jnp.arange(k + 1) == accepted[:, None]
-    tokens = jnp.where(at_cut, extra[:, None], padded)
-    return accepted, tokens, jnp.where(at_cut, extra_score[:, None], scores), bad
+    extra = _extra(hidden, rows, proposal, accepted, count, keys, jnp.ones(accepted.shape))
+    return accepted, *_placed(rows.drafts, scores, accepted, *extra), bad
 
 
-def _extra(hidden, rows: _Rows, proposal: Proposal, accepted, count, keys):
+def _block(hidden, rows: _Rows, proposal: Proposal, count, logit_bytes):
+    """``reach[:, i]``: the ratio of p and q over the first i drafts, capped at 1 on the way. ``surplus[:, i]``:
+    the mass of reach * p above q at the position after them. Drafts behind a bad position do not exist."""
+    k = rows.drafts.shape[1]
+    q = _draft_probability(proposal)
+    q = jnp.where(q > 0, q, 1)  # a token that cannot have been drawn from q counts as certain
+
+    def block(reach, part, first):
+        n = part.shape[1]
+        raw, adjusted, logits = rows.processed(part, rows.drafts, first)
+        drafts, norm = _columns(rows.drafts, first, n), jax.nn.logsumexp(logits, -1)
+        ratio = _probability(logits, norm, drafts) / _columns(q, first, n)
+        reaches = [reach]
+        for i in range(n):
+            reaches.append(jnp.minimum(reaches[-1] * ratio[:, i], 1.0))
+        here = jnp.stack(reaches[:-1], 1)
+        at = lambda i: jnp.broadcast_to(first + i, reach.shape)  # noqa: E731
+        law = jnp.stack([_draft_row(proposal, at(i), logits.shape[-1]) for i in range(n)], 1)
+        over = jnp.maximum(here[..., None] * jnp.exp(logits - norm[..., None]) - law, 0)
+        top = jnp.argmax(adjusted, -1) == drafts
+        return reaches[-1], (here, jnp.sum(over, -1), top, rows.score(raw, drafts), smp.nonfinite(adjusted))
+
+    one = jnp.ones(count.shape, jnp.float32)
+    reach, surplus, top, scores, bad = _in_blocks(block, hidden, rows, logit_bytes, one)
+    count = jnp.minimum(count, _prefix(~bad))
+    keys, u = _uniform(rows, k)
+    length = jnp.arange(1, k + 1)
+    passed = (u < _chances(reach, surplus, count)[:, 1:]) & (length <= count[:, None])
+    longest = jnp.max(jnp.where(passed, length, 0), 1, initial=0)
+    accepted = jnp.where(rows.sampled, longest, _prefix(top[:, :k] & (length <= count[:, None])))
+    at_cut = jnp.take_along_axis(reach, accepted[:, None], 1)[:, 0]
+    extra = _extra(hidden, rows, proposal, accepted, count, keys, at_cut)
+    return accepted, *_placed(rows.drafts, scores, accepted, *extra), bad
+
+
+def _chances(reach: Float[Array, "B Q"], surplus: Float[Array, "B Q"], count: Int[Array, " B"]):
+    """Chance that the first i drafts of a block are kept, given that no longer prefix is."""
+    whole = surplus + 1 - reach
+    inner = jnp.where(whole > 0, surplus / jnp.where(whole > 0, whole, 1), 1)
+    return jnp.where(jnp.arange(reach.shape[1]) == count[:, None], reach, inner)
+
+
+def _uniform(rows: _Rows, k: int):
+    """This round's keys, and the number in [0, 1) that decides about each draft."""
+    keys = smp.round_keys(rows.keys, rows.state.length)
+    pos = rows.state.length[:, None] + jnp.arange(k)
+    return keys, jax.vmap(jax.vmap(jax.random.uniform))(smp.position_keys(keys, smp.ACCEPT, pos))
+
+
+def _columns(values: Array, first, n: int) -> Array:
+    """``values[:, first : first + n]``, with ones where it ends before: the bonus position has no draft, and the
+    last block of positions may reach beyond it."""
+    roomy = jnp.pad(values, ((0, 0), (0, n + 1)), constant_values=1)
+    return jax.lax.dynamic_slice_in_dim(roomy, first, n, 1)
+
+
+def _probability(logits: Float[Array, "B N V"], norm: Float[Array, "B N"], tokens: Int[Array, "B N"]):
+    """Probability of each token, 0 for ids that do not exist."""
+    exists = (tokens >= 0) & (tokens < logits.shape[-1])
+    return jnp.where(exists, jnp.exp(_take(logits, jnp.where(exists, tokens, 0)) - norm), 0)
+
+
+def _placed(drafts, scores, accepted, extra, extra_score):
+    """Tokens and scores of the block, with the extra token behind the accepted ones."""
+    at_cut = jnp.arange(scores.shape[1]) == accepted[:, None]
+    tokens = jnp.where(at_cut, extra[:, None], jnp.pad(drafts, ((0, 0), (0, 1))))
+    return tokens, jnp.where(at_cut, extra_score[:, None], scores)
+
+
+def _extra(hidden, rows: _Rows, proposal: Proposal, accepted, count, keys, reach):
     """The token after the accepted prefix: residual after a rejection, the target's own otherwise."""
     length = rows.state.length
     row = jnp.take_along_axis(hidden, accepted[:, None, None], 1)
     raw, adjusted, logits = _at_cut(rows, row, accepted)
     p = jax.nn.softmax(logits[:, 0], -1)
-    residual = jnp.maximum(p - _draft_row(proposal, accepted, p.shape[-1]), 0)
+    residual = jnp.maximum(reach[:, None] * p - _draft_row(proposal, accepted, p.shape[-1]), 0)
     rejected = (accepted < count) & (jnp.sum(residual, -1) > 0)
     weight = jnp.where(rejected[:, None], residual, p)
     noise = smp.gumbel(smp.position_keys(keys, smp.EXTRA, (length + accepted)[:, None]), p.shape[-1])
@@ -178,17 +247,18 @@ def _draft_row(proposal: Proposal, index, vocab: int) -> Float[Array, "B V"]:
     return q if proposal.point is None else jnp.where(proposal.point[:, None], one_hot, q)
 
 
-def _in_blocks(block, hidden, rows: _Rows, logit_bytes: int):
-    """Apply ``block(hidden part, index of its first position)`` over positions, a few at a time."""
+def _in_blocks(block, hidden, rows: _Rows, logit_bytes: int, carry=()):
+    """Apply ``block(carry, hidden part, index of its first position) -> (carry, results)`` over positions, a few
+    at a time and in order."""
     b, q = hidden.shape[:2]
     vocab = jax.eval_shape(rows.unembed, hidden[:, :1]).shape[-1]
     size = max(1, min(q, logit_bytes // (4 * b * vocab)))
     if size >= q:
-        return block(hidden, 0)
+        return block(carry, hidden, 0)[1]
     parts = -(-q // size)
     stacked = jnp.pad(hidden, ((0, 0), (0, parts * size - q), (0, 0)))
     stacked = stacked.reshape(b, parts, size, -1).swapaxes(0, 1)
-    out = jax.lax.map(lambda x: block(x[0], x[1]), (stacked, jnp.arange(parts) * size))
+    _, out = jax.lax.scan(lambda c, x: block(c, *x), carry, (stacked, jnp.arange(parts) * size))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(b, parts * size)[:, :q], out)
 
 

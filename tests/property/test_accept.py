@@ -52,7 +52,10 @@ def draw_case(seed: int, options, q_kind: str, spread: float = 2.0, broken: floa
         rows.append(row)
     count = rng.integers(0, K + 1, B)
     count = np.minimum(count, [r["limit"] - r["length"] - 1 for r in rows])
-    return logits, drafts, count, rows, draw_q(rng, drafts, q_kind)
+    q = draw_q(rng, drafts, "full" if q_kind == "drawn" else q_kind)
+    if q_kind == "drawn":
+        drafts = (rng.random((B, K, 1)) < np.cumsum(q[0], -1)).argmax(-1).astype(np.int32)
+    return logits, drafts, count, rows, q
 
 
 def draw_q(rng, drafts, kind: str):
@@ -154,6 +157,10 @@ VARIANTS = [
     (FILTERS, "reject", "full"),
     (EVERYTHING, "reject", "ids"),
     (("temperature", "repetition", "frequency"), "reject", "point"),
+    (("temperature", "presence"), "block", "point"),
+    (FILTERS, "block", "full"),
+    (EVERYTHING, "block", "ids"),
+    (HOT, "block", "drawn"),
 ]
 names = [f"{'+'.join(o[:2]) or 'greedy'}-{r}-{q}" for o, r, q in VARIANTS]
 
@@ -167,7 +174,7 @@ def test_equals_a_loop_over_rows(options, rule, q_kind, seed, spread):
     same_as_loop(draw_case(seed, options, q_kind, spread), options, rule)
 
 
-@pytest.mark.parametrize(("options", "rule", "q_kind"), [VARIANTS[0], VARIANTS[2], VARIANTS[5]])
+@pytest.mark.parametrize(("options", "rule", "q_kind"), [VARIANTS[i] for i in (0, 2, 5, 9)])
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**31))
 def test_rows_without_finite_logits_end(options, rule, q_kind, seed):
@@ -199,7 +206,7 @@ def test_options_cannot_make_a_row_draw_from_nothing():
         assert np.all(verdict.emitted == 0)
 
 
-@pytest.mark.parametrize(("options", "rule", "q_kind"), [VARIANTS[3], VARIANTS[6]])
+@pytest.mark.parametrize(("options", "rule", "q_kind"), [VARIANTS[i] for i in (3, 6, 10)])
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**31))
 def test_block_size_does_not_matter(options, rule, q_kind, seed):
@@ -213,7 +220,7 @@ def test_block_size_does_not_matter(options, rule, q_kind, seed):
             np.testing.assert_array_equal(a[kept] if a.ndim == 2 else a, b[kept] if b.ndim == 2 else b)
 
 
-@pytest.mark.parametrize(("options", "rule", "q_kind"), [VARIANTS[3], VARIANTS[6]])
+@pytest.mark.parametrize(("options", "rule", "q_kind"), [VARIANTS[i] for i in (3, 6, 10)])
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**31))
 def test_what_lies_beyond_count_does_not_matter(options, rule, q_kind, seed):
@@ -228,7 +235,7 @@ def test_what_lies_beyond_count_does_not_matter(options, rule, q_kind, seed):
         assert np.array_equal(found.logprobs[kept], wanted.logprobs[kept])
 
 
-@pytest.mark.parametrize(("options", "rule", "q_kind"), [VARIANTS[3], VARIANTS[4]])
+@pytest.mark.parametrize(("options", "rule", "q_kind"), [VARIANTS[i] for i in (3, 4, 8)])
 @pytest.mark.parametrize("missing", [-1, V, 2**31 - 1])
 def test_ids_that_do_not_exist_are_wrong_drafts(options, rule, q_kind, missing):
     """VOC.3, DST.1: a draft id outside the vocabulary is refused, and the token after it follows the
@@ -249,7 +256,7 @@ def test_ids_that_do_not_exist_are_wrong_drafts(options, rule, q_kind, missing):
             np.testing.assert_allclose(verdict.logprobs[b, :n], scores, atol=1e-5)
 
 
-@pytest.mark.parametrize(("options", "rule", "q_kind"), [VARIANTS[3], VARIANTS[6]])
+@pytest.mark.parametrize(("options", "rule", "q_kind"), [VARIANTS[i] for i in (3, 6, 10)])
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**31))
 def test_rows_are_independent(options, rule, q_kind, seed):
@@ -327,7 +334,7 @@ def test_logprobs_are_raw():
 
 def test_cases_are_varied():
     """The random cases reach every reason and every accepted count, under both rules."""
-    for options, rule, q_kind in (VARIANTS[3], VARIANTS[6]):
+    for options, rule, q_kind in (VARIANTS[3], VARIANTS[6], VARIANTS[10]):
         found = [verdict_of(draw_case(seed, options, q_kind), options, rule) for seed in range(20)]
         assert {int(n) for v in found for n in v.accepted} == set(range(K + 1))
         assert {int(n) for v in found for n in v.reason} == {RUNNING, STOP, LENGTH}
@@ -360,6 +367,18 @@ WRONG = {
     ),
     "extra token forgets the drafts": (VARIANTS[7], smp, "count_tokens", lambda counts, tokens, n: counts),
     "no top-k, top-p, min-p": (VARIANTS[5], smp, "filtered", lambda logits, sampling: logits),
+    "block: a prefix is kept whenever it is reached": (
+        VARIANTS[11],
+        accept_module,
+        "_chances",
+        lambda reach, surplus, count: reach,
+    ),
+    "block: drafts beyond count are looked at": (
+        VARIANTS[11],
+        accept_module,
+        "_chances",
+        lambda reach, surplus, count: right_chances(reach, surplus, count * 0 + K),
+    ),
     "bad rows are not noticed": (
         VARIANTS[0],
         smp,
@@ -368,6 +387,7 @@ WRONG = {
     ),
 }
 right_keys, right_counts = smp.position_keys, smp._counts_before
+right_chances = accept_module._chances
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -17,6 +17,7 @@ import pytest
 import specjax
 from specjax import testing
 from specjax.core import accept as accept_module, round as rnd, sampling as smp
+from specjax.drafters import ngram
 from specjax.types import Counts, Sampling, State
 
 V, K, PERIOD, ANCHOR, NEW = 5, 3, 3, 2, 3
@@ -25,6 +26,7 @@ ENOUGH, NEVER = 1e-4, 1e-7  # p-values of a right law (some eighty are looked at
 
 TARGET = testing.micro_params(V, PERIOD, seed=3, spread=1.2)
 TABLE = np.asarray(TARGET.target.table, np.float64)
+SHARP = testing.bigram(K, V, seed=11, spread=2.5)
 FULL, REDUCED = testing.bigram(K, V, seed=5), testing.bigram(K, V, seed=6, ids=(4, 0, 2))
 
 DRAFTERS = {
@@ -34,10 +36,12 @@ DRAFTERS = {
     "point": ("POINT", FULL),
     "mixed rows": ("MIXED", FULL),
     "mixed rows, own vocabulary": ("MIXED", REDUCED),
+    "sharp": ("SAMPLED", SHARP),
     "liar": ("LIAR", FULL),
 }
 #: Sampling values of the groups of rows; a row of a batch belongs to group ``row % groups``.
 SETTINGS = {
+    "one temperature": [{"temperature": 1.0}],
     "temperature": [{"temperature": t} for t in (1.0, 0.7, 0.0, 1.6)],
     "top-k": [{"temperature": 1.0, "top_k": k} for k in (1, 2, 0, 4)],
     "top-p": [{"temperature": 1.0, "top_p": p} for p in (0.05, 0.5, 0.97, 1.0)],
@@ -159,8 +163,13 @@ CASES = [
     ("mixed rows", "reject", "all filters"),
     ("mixed rows, own vocabulary", "reject", "top-k"),
     ("mixed rows", "match", "bias"),
+    ("sharp", "block", "one temperature"),
+    ("sampled", "block", "top-p"),
+    ("sampled, own vocabulary", "block", "all filters"),
+    ("mixed rows", "block", "history"),
 ]
-EVERY_CASE = [(d, r, s) for d in list(DRAFTERS)[:-1] for r in ("match", "reject") for s in SETTINGS]
+RULES = ("match", "reject", "block")
+EVERY_CASE = [(d, r, s) for d in list(DRAFTERS)[:-1] for r in RULES for s in SETTINGS]
 
 
 def follows_the_target(drafter, rule, setting, seeds=(0,)):
@@ -202,6 +211,18 @@ def test_acceptance_is_the_overlap_of_the_laws(drafter):
         assert abs(found.mean() - expected) < 3 * np.sqrt(expected * (1 - expected) / found.size)
 
 
+@pytest.mark.parametrize("drafter", ["sampled", "sharp"])
+def test_a_block_keeps_no_fewer(drafter):
+    """DST.5: on average the block rule keeps at least what the ratio test keeps, here clearly more."""
+    _, block = sample(drafter, "block", "one temperature", seed=1)
+    _, reject = sample(drafter, "reject", "one temperature", seed=1)
+    error = np.sqrt((block.var() + reject.var()) / block.size)
+    assert block.mean() - reject.mean() > 3 * error
+    assert (
+        np.mean(block >= 1) < np.mean(reject >= 1) + 3 * error
+    )  # it gains on the later drafts, not on the first
+
+
 def test_public_calls_follow_the_target():
     """DST.7: temperature and filters reach draft and verification through ``decode``."""
     name, cfg = "specjax.testing:SAMPLED", FULL
@@ -213,8 +234,28 @@ def test_public_calls_follow_the_target():
     assert out.total.accepted > 500
 
 
+def test_a_lookup_follows_the_target():
+    """DST.1, PEER.7, PEER.8: what the n-gram drafter copies has no probabilities: it counts as certain. The
+    prompt repeats itself, so that there is something to copy, and more once tokens have come."""
+    cfg = ngram.Config(K, 2, 1)
+    params = TARGET.replace(meta=dataclasses.replace(TARGET.meta, drafter="ngram", drafter_cfg=cfg))
+    call = {
+        "n": 1500,
+        "rows": 1500,
+        "max_new_tokens": NEW + K,
+        "temperature": 1.0,
+        "seed": 2,
+        "rule": "reject",
+    }
+    out = specjax.decode(params, [[ANCHOR, 0, 1, ANCHOR, 0, 1, ANCHOR]], **call)
+    tokens = [t[:NEW] for t in out.tokens[0]]
+    assert testing.chisquare(testing.histogram(tokens, V), exact_law({"temperature": 1.0})) > ENOUGH
+    assert out.total.accepted > 500
+
+
 # ---------------------------------------------------------------- planted mistakes
 
+right_extra = accept_module._extra
 right_keys, right_gumbel, right_cut = smp.position_keys, smp.gumbel, accept_module._at_cut
 
 
@@ -273,6 +314,18 @@ PLANTED = {
     ),
     "temperature of another row": (
         "sampled", "reject", "temperature", smp, "temper", neighbours_temperature,
+    ),
+    "block: a prefix is kept whenever it is reached": (
+        "sampled", "block", "temperature", accept_module, "_chances", lambda reach, surplus, count: reach,
+    ),
+    "block: the ratio test's residual": (
+        "sharp", "block", "one temperature", accept_module, "_extra", lambda *a: right_extra(*a[:-1], a[-1] * 0 + 1),
+    ),
+    "block: drafts count as certain": (
+        "sampled", "block", "temperature", accept_module, "_draft_probability", lambda p: jnp.ones(p.tokens.shape),
+    ),
+    "block: keys do not tell rounds apart": (
+        "sharp", "block", "one temperature", smp, "round_keys", lambda keys, length: keys,
     ),
     "an arg-max that claims to be drawn from q": ("liar", "reject", "temperature", None, "", None),
 }  # fmt: skip
