@@ -3,9 +3,11 @@
 ``tiny_params`` makes a small random Llama, ``sliding_params`` one with windows and ring caches,
 ``micro_params`` a table of logits whose law is known exactly. The drafters in capitals misbehave on purpose
 and are named ``"specjax.testing:ALWAYS_WRONG"`` and so on; ``TOLD`` takes its script as weights, so that one
-compiled program serves all of them. ``chisquare`` compares counts with exact probabilities.
+compiled program serves all of them; ``corrupted`` scripts any other drafter while its state evolves.
+``chisquare`` compares counts with exact probabilities.
 """
 
+from specjax.testing.corrupted import CORRUPTED, corrupted
 from specjax.testing.drafters import (
     ALWAYS_RIGHT,
     ALWAYS_WRONG,
@@ -26,6 +28,7 @@ from specjax.testing.told import TOLD, TOLD_VARIABLE, WITNESS, ToldConfig, telli
 __all__ = [
     "ALWAYS_RIGHT",
     "ALWAYS_WRONG",
+    "CORRUPTED",
     "EVERY_THIRD_WRONG",
     "LIAR",
     "MIXED",
@@ -44,6 +47,7 @@ __all__ = [
     "ToldConfig",
     "bigram",
     "chisquare",
+    "corrupted",
     "histogram",
     "joint_law",
     "micro_params",
