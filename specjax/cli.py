@@ -51,6 +51,7 @@ def generate(
     drafter: opt.Drafter = None,
     dtype: opt.Dtype = None,
     speculative_config: opt.Speculative = None,
+    drafter_config: opt.DrafterConfig = None,
     max_new_tokens: opt.MaxNew = None,
     k: opt.K = None,
     temperature: opt.Temperature = None,
@@ -94,6 +95,7 @@ def chat(
     drafter: opt.Drafter = None,
     dtype: opt.Dtype = None,
     speculative_config: opt.Speculative = None,
+    drafter_config: opt.DrafterConfig = None,
     max_new_tokens: opt.MaxNew = None,
     k: opt.K = None,
     temperature: opt.Temperature = None,
@@ -129,6 +131,7 @@ def explain(
     drafter: opt.Drafter = None,
     dtype: opt.Dtype = None,
     speculative_config: opt.Speculative = None,
+    drafter_config: opt.DrafterConfig = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of every prompt.")] = 512,
     max_new_tokens: opt.MaxNew = None,
     k: opt.K = None,
@@ -178,7 +181,7 @@ def _load(given: dict[str, Any], **more: Any) -> Any:
     from specjax.core.platform import enable_compilation_cache
 
     enable_compilation_cache()
-    keywords = {k: given[k] for k in opt.LOAD if given[k] is not None}
+    keywords = opt.load_options(given)
     with progress.line(given["verbose"]) as say:
         say(f"loading {given['target']}")
         return specjax.load(given["target"], **keywords, **more)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-LOAD = ("drafter", "dtype", "speculative_config", "verbose")
+LOAD = ("drafter", "dtype", "speculative_config", "drafter_config", "verbose")
 
 
 def _option(*names: str, text: str, metavar: str | None = None) -> Any:
@@ -20,7 +20,16 @@ Target = Annotated[
 ]
 System = Annotated[str | None, _option("--system", text="System text of the conversation.")]
 Drafter = Annotated[
-    str | None, _option("--drafter", text="Method name (ngram), or a drafter's id or folder.")
+    list[str] | None,
+    _option(
+        "--drafter",
+        text="Method name (ngram), or a drafter's id or folder; several (repeated, or with commas) are tried in order.",
+        metavar="NAME|ID|FOLDER",
+    ),
+]
+DrafterConfig = Annotated[
+    str | None,
+    _option("--drafter-config", text="Settings of the drafter that replace its file's.", metavar="JSON"),
 ]
 Dtype = Annotated[str | None, _option("--dtype", text="auto, float32 or bfloat16.")]
 Speculative = Annotated[
@@ -74,6 +83,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _OWN = (*LOAD, "target", "prompt", "system", "as_json")
 
 
+def load_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Keywords for ``load`` from command line values; what was not given is left out."""
+    options = {name: given[name] for name in LOAD if given.get(name) not in (None, [])}
+    if "drafter" in options:
+        names = [part for text in options["drafter"] for part in text.split(",") if part]
+        options["drafter"] = names[0] if len(names) == 1 else tuple(names)
+    if "drafter_config" in options:
+        options["drafter_config"] = _json("--drafter-config", options["drafter_config"], (dict, list))
+    return options
+
+
 def decode_options(given: dict[str, Any]) -> dict[str, Any]:
     """Keywords for ``decode`` from command line values; what was not given is left out."""
     options = {k: v for k, v in given.items() if k not in _OWN and v is not None and v != []}
@@ -82,7 +102,7 @@ def decode_options(given: dict[str, Any]) -> dict[str, Any]:
         "logit_bias": lambda pairs: dict(_bias(pair) for pair in pairs),
         "stop": lambda items: [_stop(item) for item in items],
         "chat_template": _template,
-        "chat_template_kwargs": lambda text: _json_object("--chat-template-kwargs", text),
+        "chat_template_kwargs": lambda text: _json("--chat-template-kwargs", text, (dict,)),
     }
     options = {k: parsers[k](v) if k in parsers else v for k, v in options.items()}
     return options if given["verbose"] is None else options | {"verbose": given["verbose"]}
@@ -119,13 +139,13 @@ def _template(text: str) -> str | bool:
     return Path(text).read_text(encoding="utf-8")
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
+def _json(name: str, text: str, kinds: tuple[type, ...]) -> Any:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} takes a JSON object, got {text!r}")
+    if not isinstance(value, kinds):
+        raise ValueError(f"{name} takes a JSON object{' or list' if list in kinds else ''}, got {text!r}")
     return value
 
 

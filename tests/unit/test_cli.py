@@ -116,6 +116,7 @@ def test_every_option_arrives_under_its_own_name(api):
     """DST.7: on the command line; what is not given is not passed on, so there is no default of its own."""
     result = run(
         "generate", "toy", "why?", "--drafter", "ngram", "--dtype", "float32", "-sc", '{"method": "ngram"}',
+        "--drafter-config", '{"k": 2}',
         "--max-new-tokens", 7, "--k", 3, "--temperature", 0.5, "--top-k", 4, "--top-p", 0.9, "--min-p", 0.1,
         "--repetition-penalty", 1.1, "--presence-penalty", 0.2, "--frequency-penalty", 0.3,
         "--logit-bias", "42=-3.5", "--logit-bias", "7=1", "--seed", 9, "--n", 1, "--stop", "END", "--stop", "id:5",
@@ -124,7 +125,8 @@ def test_every_option_arrives_under_its_own_name(api):
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert api.calls[0][2] == {
-        "drafter": "ngram", "dtype": "float32", "speculative_config": '{"method": "ngram"}', "verbose": True,
+        "drafter": "ngram", "dtype": "float32", "speculative_config": '{"method": "ngram"}',
+        "drafter_config": {"k": 2}, "verbose": True,
     }  # fmt: skip
     assert api.calls[1][2] == {
         "max_new_tokens": 7, "k": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1,
@@ -133,6 +135,16 @@ def test_every_option_arrives_under_its_own_name(api):
         "rule": "match", "rows": 2, "max_len": 99, "loop": "host", "chat_template": False,
         "chat_template_kwargs": {"enable_thinking": False}, "verbose": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--drafter", "ngram", "--drafter", "some/folder"], ["--drafter", "ngram,some/folder"]]
+)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_several_drafters_are_a_chain(api, command, arguments):
+    result = run(command, "toy", *arguments, "--drafter-config", '[null, {"k": 2}]', stdin="why?")
+    assert result.exit_code == 0, result.output
+    assert api.calls[0][2] == {"drafter": ("ngram", "some/folder"), "drafter_config": [None, {"k": 2}]}
 
 
 def test_temperature_model_and_template_file(api, tmp_path):
@@ -150,6 +162,7 @@ def test_temperature_model_and_template_file(api, tmp_path):
         (["--chat-template", "no/such/file"], "neither a template nor a file"),
         (["--chat-template-kwargs", "[1]"], "takes a JSON object"),
         (["--chat-template-kwargs", "{"], "not valid JSON"),
+        (["--drafter-config", "3"], "--drafter-config takes a JSON object or list, got '3'"),
     ],
 )
 def test_bad_values_stop_before_loading(api, arguments, words):
@@ -255,6 +268,7 @@ OPTIONS = [
     "drafter",
     "dtype",
     "speculative_config",
+    "drafter_config",
 ]
 
 
