@@ -20,7 +20,7 @@ from specjax.estimate import Explanation
 from specjax.identity import Report
 from specjax.progress import line
 from specjax.results import Piece, Result
-from specjax.types import Params, Proposal, State, Verdict
+from specjax.types import ArraySpec, Params, Proposal, State, Verdict
 
 Drafter = str | Path | ModuleType
 
@@ -189,9 +189,17 @@ def save(params: Params, folder: str | Path) -> None:
 
 
 def cast(params: Params, dtype: Any) -> Params:
-    """Floating leaves in another dtype; integer tables are left alone."""
+    """Floating leaves in another dtype; integer tables, and what a target always keeps in float32, are left alone."""
     dtype = _dtype(dtype, None)
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+    one = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+    specs = registry.target(params.meta.family).abstract(params.meta.target_cfg)
+    target = jax.tree.map(
+        lambda spec, x: x if spec.dtype else one(x),
+        specs,
+        params.target,
+        is_leaf=lambda x: isinstance(x, ArraySpec),
+    )
+    return params.replace(target=target, drafter=jax.tree.map(one, params.drafter))
 
 
 def start(params: Params, prompt: Any, *, seed: int | None = None, **options: Any) -> State:

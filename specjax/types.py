@@ -33,7 +33,7 @@ class ArraySpec:
     ``fused`` names one tensor that may hold the whole stack instead, with ``rows`` = the (start, stop)
     slice of its axis 1 that belongs here (gate and up of fused experts).
     ``init`` is ``"normal"`` (scale 1/sqrt(fan in)), ``"zeros"`` or ``"ones"``. ``dtype`` is given for arrays that
-    are never cast (integer tables, bool masks).
+    are never cast (integer tables, bool masks, values that need float32 whatever the model's type).
     """
 
     shape: tuple[int, ...]

@@ -76,7 +76,7 @@ def _from_folder(path: Path, dtype: Any, progress: tree.Progress | None, shapes_
         weights=weights,
         hf_config=hf,
         generation=generation,
-        eos_ids=eos_union(hf, generation),
+        eos_ids=eos_union(hf, hf.get("text_config") or {}, generation),
         tokenizer_id=tokenizer.in_folder(path),
         chat_template=_chat_template(path),
     )
@@ -119,10 +119,13 @@ def _build(
     shapes_only: bool,
 ):
     module = family_module(hf, where)
+    get, names = renamed(get, names, getattr(module, "PREFIXES", {}), where)
     try:
         cfg = module.config(untie(hf, get, names, where))
     except KeyError as error:
         raise ValueError(f"{where}: the config lacks {error}") from None
+    skipped = tuple(module.skipped(cfg)) if hasattr(module, "skipped") else ()
+    names = {n for n in names if not n.startswith(skipped)}
     harmless = (_HEAD,) if cfg.tied else ()
     weights = tree.fill(
         module.abstract(cfg),
@@ -137,9 +140,25 @@ def _build(
     return hf["model_type"], cfg, weights
 
 
+def renamed(
+    get: Callable, names: set[str], prefixes: Mapping[str, str], where: str
+) -> tuple[Callable, set[str]]:
+    """``(get, names)`` with the first of ``prefixes`` that a name begins with replaced: the text model of a
+    multimodal checkpoint under the names that it has alone."""
+    stored: dict[str, str] = {}
+    for name in sorted(names):
+        prefix = next((p for p in prefixes if name.startswith(p)), "")
+        here = prefixes[prefix] + name[len(prefix) :] if prefix else name
+        if here in stored:
+            raise ValueError(f"{where}: {name} and {stored[here]} would be the same weight")
+        stored[here] = name
+    return lambda name: get(stored[name]), set(stored)
+
+
 def untie(hf: Mapping[str, Any], get: Callable, names: set[str], where: str) -> Mapping[str, Any]:
     """A config that ties the head while the file holds a different one is contradicted by the weights."""
-    if not hf.get("tie_word_embeddings") or not {_HEAD, _EMBED} <= names:
+    tied = {**(hf.get("text_config") or {}), **hf}.get("tie_word_embeddings")
+    if not tied or not {_HEAD, _EMBED} <= names:
         return hf
     if np.array_equal(get(_HEAD), get(_EMBED)):
         return hf

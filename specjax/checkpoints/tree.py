@@ -137,21 +137,21 @@ class _Reader:
 
     def read(self, spec: ArraySpec) -> np.ndarray:
         if spec.fused is not None and spec.fused in self.names:
-            return self._cast(self._fused(spec, spec.fused), spec.fused)
+            return self._cast(self._fused(spec, spec.fused), spec.fused, spec)
         if len(spec.names) == 1:
-            return self._tensor(spec.names[0], spec.shape)
-        first = self._tensor(spec.names[0], spec.shape[1:])
+            return self._tensor(spec.names[0], spec.shape, spec)
+        first = self._tensor(spec.names[0], spec.shape[1:], spec)
         out = np.empty(spec.shape, first.dtype)
         out[0] = first
         for i, name in enumerate(spec.names[1:], 1):  # one at a time: only one copy of the stack exists
-            out[i] = self._tensor(name, spec.shape[1:])
+            out[i] = self._tensor(name, spec.shape[1:], spec)
         return out
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _tensor(self, name: str, shape: tuple[int, ...], spec: ArraySpec) -> np.ndarray:
         x = np.asarray(self.get(name))
         if not _regroups(x.shape, shape):
             raise self._misshapen(name, x.shape, shape)
-        return self._cast(x.reshape(shape), name)
+        return self._cast(x.reshape(shape), name, spec)
 
     def _fused(self, spec: ArraySpec, name: str) -> np.ndarray:
         whole, need = np.asarray(self.get(name)), spec.shape
@@ -164,13 +164,15 @@ class _Reader:
     def _misshapen(self, name: str, found: tuple[int, ...], need: tuple[int, ...]) -> ValueError:
         return ValueError(f"{self.where}: {name} has shape {tuple(found)}, this model needs {tuple(need)}")
 
-    def _cast(self, x: np.ndarray, name: str) -> np.ndarray:
-        """Floats to the wanted type; refuses float16 when a value does not fit."""
-        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == self.dtype:
+    def _cast(self, x: np.ndarray, name: str, spec: ArraySpec) -> np.ndarray:
+        """Floats to the wanted type, or to the one the array always has; refuses float16 when a value does
+        not fit."""
+        wanted = self.dtype if spec.dtype is None else np.dtype(spec.dtype)
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == wanted:
             return x
         with np.errstate(over="ignore"):
-            out = x.astype(self.dtype)
-        if self.dtype == np.float16 and np.isinf(out).any() and not np.isinf(x).any():
+            out = x.astype(wanted)
+        if wanted == np.float16 and np.isinf(out).any() and not np.isinf(x).any():
             raise ValueError(
                 f"{self.where}: {name} holds values beyond the range of float16; load it in bfloat16 or float32"
             )

@@ -3,6 +3,10 @@
 A target is a *module of functions* (or any object with these attributes), found through
 :mod:`specjax.registry`. A family file holds, in this order: config, weight structs with ``abstract``,
 ``init_cache``, ``forward``, ``unembed``, ``shared``, ``kv_view``.
+
+Two more, where checkpoints hold more than the text model or name it otherwise: ``PREFIXES`` maps beginnings of
+tensor names in a file to what :func:`Target.abstract` calls them; ``skipped(cfg)`` maps beginnings of names
+(after that) which are not read to the reason.
 """
 
 from collections.abc import Mapping

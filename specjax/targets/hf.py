@@ -42,6 +42,15 @@ def check_config(hf: Mapping[str, Any], known: Collection[str], fixed: Mapping[s
         )
 
 
+def text_part(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's settings of a multimodal config: ``text_config``, with what the whole says about
+    tied weights and quantisation. A config of text alone is returned as it is."""
+    if "text_config" not in hf:
+        return dict(hf)
+    above = ("tie_word_embeddings", "quantization_config", "compression_config")
+    return {**hf["text_config"], **{key: hf[key] for key in above if hf.get(key) is not None}}
+
+
 def refuse_quantised(hf: Mapping[str, Any], name: str) -> None:
     """ValueError naming the method of a config that says its weights are quantised (FP8, AWQ, GPTQ, ...)."""
     for key in ("quantization_config", "compression_config"):
