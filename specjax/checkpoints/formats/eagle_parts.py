@@ -37,6 +37,7 @@ SHOWN = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 COUNTS = ("num_aux_hidden_states", "num_aux_layers", "num_eagle_features")
 SKIPPED = {
     **vocabulary.SKIPPED,
+    "d2t": "a map that is the identity",
     "verifier_lm_head.weight": "copy of the target's head, used in training",
     "verifier_norm.weight": "copy of the target's norm, used in training",
 }
