@@ -15,12 +15,14 @@ class RoundRecord(NamedTuple):
     """What one round did for one row.
 
     ``proposed``: drafts the target checked. ``accepted``: drafts that were kept *and emitted*.
-    ``emitted``: tokens the row got: accepted + 1, or less when a stop or the budget ended the row.
+    ``emitted``: tokens the row got: accepted + 1, or less when a stop or the budget ended the row. ``source``:
+    which drafter of a chain spoke, 0 for the first or only one.
     """
 
     proposed: int
     accepted: int
     emitted: int
+    source: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,8 @@ class Stats:
     ``rounds`` counts every round of a live row, also those that proposed nothing; the prefill is no round.
     Tuples have one entry per draft position i = 1, 2, ...: ``proposed_at`` rounds that proposed at least
     i, ``accepted_at`` rounds that accepted at least i, ``reached_at`` rounds that proposed at least i and
-    accepted at least i-1. ``new_tokens`` is everything returned, the prefill's token included. Seconds
+    accepted at least i-1. ``proposed_by`` and ``accepted_by`` have one entry per drafter of a chain that
+    proposed anything, up to the last. ``new_tokens`` is everything returned, the prefill's token included. Seconds
     are wall-clock; ``compile_seconds`` is in neither of the other two.
     """
 
@@ -41,6 +44,8 @@ class Stats:
     proposed_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
     reached_at: tuple[int, ...] = ()
+    proposed_by: tuple[int, ...] = ()
+    accepted_by: tuple[int, ...] = ()
     new_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -50,7 +55,7 @@ class Stats:
     @classmethod
     def from_rounds(
         cls,
-        records: Iterable[RoundRecord | tuple[int, int, int]],
+        records: Iterable[RoundRecord | tuple[int, ...]],
         *,
         new_tokens: int | None = None,
         prefill_seconds: float = 0.0,
@@ -64,10 +69,12 @@ class Stats:
         ValueError for a record that no round can produce.
         """
         rounds = [_checked(RoundRecord(*r)) for r in records]
-        rounds = [r for r in rounds if r != (0, 0, 0)]
+        rounds = [r for r in rounds if r[:3] != (0, 0, 0)]
         emitted = sum(r.emitted for r in rounds)
         positions = range(1, max((r.proposed for r in rounds), default=0) + 1)
         count = lambda holds: tuple(sum(holds(r, i) for r in rounds) for i in positions)  # noqa: E731
+        sources = range(1 + max((r.source for r in rounds if r.proposed), default=-1))
+        by = lambda name: tuple(sum(getattr(r, name) for r in rounds if r.source == s) for s in sources)  # noqa: E731
         return cls(
             rounds=len(rounds),
             proposed=sum(r.proposed for r in rounds),
@@ -76,6 +83,8 @@ class Stats:
             proposed_at=count(lambda r, i: r.proposed >= i),
             accepted_at=count(lambda r, i: r.accepted >= i),
             reached_at=count(lambda r, i: r.proposed >= i and r.accepted >= i - 1),
+            proposed_by=by("proposed"),
+            accepted_by=by("accepted"),
             new_tokens=emitted if new_tokens is None else new_tokens,
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
@@ -125,6 +134,7 @@ class Stats:
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in DERIVED}
 
 
+COLUMNS = ("proposed_at", "accepted_at", "reached_at", "proposed_by", "accepted_by")
 DERIVED = (
     "drafting_rounds",
     "tau",
@@ -148,13 +158,13 @@ def merge(parts: Sequence[Stats], *, concurrent: bool = False) -> Stats:
     seeds = {p.seed for p in parts}
     return Stats(
         **{name: total(name) for name in ("rounds", "proposed", "accepted", "emitted", "new_tokens")},
-        **{name: columns(name) for name in ("proposed_at", "accepted_at", "reached_at")},
+        **{name: columns(name) for name in COLUMNS},
         **{name: clock(name) for name in ("prefill_seconds", "decode_seconds", "compile_seconds")},
         seed=seeds.pop() if len(seeds) == 1 else None,
     )
 
 
-def truncate(records: Iterable[RoundRecord | tuple[int, int, int]], keep_tokens: int) -> list[RoundRecord]:
+def truncate(records: Iterable[RoundRecord | tuple[int, ...]], keep_tokens: int) -> list[RoundRecord]:
     """Records as if the row had ended after ``keep_tokens`` tokens of its rounds (a stop string).
 
     The prefill's token is not among them. The round in which the cut falls keeps what it proposed;
@@ -167,16 +177,16 @@ def truncate(records: Iterable[RoundRecord | tuple[int, int, int]], keep_tokens:
         if keep_tokens == 0:
             break
         emitted = min(record.emitted, keep_tokens)
-        kept.append(RoundRecord(record.proposed, min(record.accepted, emitted), emitted))
+        kept.append(record._replace(accepted=min(record.accepted, emitted), emitted=emitted))
         keep_tokens -= emitted
     return kept
 
 
 def _checked(record: RoundRecord) -> RoundRecord:
-    proposed, accepted, emitted = record
+    proposed, accepted, emitted, _ = record
     if not (0 <= accepted <= proposed and accepted <= emitted <= accepted + 1):
         raise ValueError(
-            f"no round gives {record}: needs 0 <= accepted <= proposed and emitted = accepted (+ 1)"
+            f"no round gives {record[:3]}: needs 0 <= accepted <= proposed and emitted = accepted (+ 1)"
         )
     return record
 

@@ -33,10 +33,8 @@ class Job:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     drafted: list[bool] = dataclasses.field(default_factory=list)
-    rounds: list[tuple[int, int, int]] = dataclasses.field(
-        default_factory=list
-    )  # proposed, accepted, emitted
-    sources: list[int] = dataclasses.field(default_factory=list)
+    #: proposed, accepted, emitted, index of the drafter that spoke
+    rounds: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
     reason: str | None = None
     began: float = 0.0  # times of the engines' clock, which stands still while compiling
     first: float = 0.0  # first token
@@ -237,8 +235,7 @@ def _take(job: Job, emit, r: int, b: int, now: float) -> None:
     job.latest = now
     n, accepted = int(emit.emitted[r, b]), int(emit.accepted[r, b])
     if emit.width[r] > 0:  # the prefill's token is no round
-        job.rounds.append((int(emit.proposed[r, b]), accepted, n))
-        job.sources.append(int(emit.source[r, b]))
+        job.rounds.append((int(emit.proposed[r, b]), accepted, n, int(emit.source[r, b])))
     else:
         job.first = now
     job.tokens += emit.tokens[r, b, :n].tolist()

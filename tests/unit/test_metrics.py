@@ -81,13 +81,24 @@ def test_impossible_records_are_refused(record):
         Stats.from_rounds([record])
 
 
+def test_drafters_of_a_chain():
+    """MET.2: who proposed and who was right; a source that only ever proposed nothing is no entry."""
+    s = Stats.from_rounds([(4, 4, 5, 0), (2, 1, 2, 1), (0, 0, 1, 0), (3, 0, 1, 1)])
+    assert (s.proposed_by, s.accepted_by) == ((4, 5), (4, 1))
+    other = Stats.from_rounds([(0, 0, 1, 2), (2, 2, 3)])
+    assert (other.proposed_by, other.accepted_by) == ((2,), (2,))
+    assert merge([s, other]).accepted_by == (6, 1)
+    assert truncate([(2, 1, 2, 1)], 1) == [(2, 1, 1, 1)]
+
+
 def test_truncate_in_the_middle_of_a_round():
     """LGP.2, MET.1: emitted is cut, accepted follows, what was proposed stays, later rounds vanish."""
-    assert truncate(TRACE, 4) == [(4, 4, 4)]
-    assert truncate(TRACE, 6) == [(4, 4, 5), (4, 1, 1)]
-    assert truncate(TRACE, 7) == [(4, 4, 5), (4, 1, 2)]
-    assert truncate(TRACE, 0) == []
-    assert truncate(TRACE, 99) == TRACE
+    rounds = lambda keep: [r[:3] for r in truncate(TRACE, keep)]  # noqa: E731
+    assert rounds(4) == [(4, 4, 4)]
+    assert rounds(6) == [(4, 4, 5), (4, 1, 1)]
+    assert rounds(7) == [(4, 4, 5), (4, 1, 2)]
+    assert rounds(0) == []
+    assert rounds(99) == TRACE
     with pytest.raises(ValueError, match="negative"):
         truncate(TRACE, -1)
 
