@@ -1,6 +1,7 @@
 """Gated feed-forward blocks."""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from specjax.layers.linear import linear
@@ -14,3 +15,18 @@ def swiglu(
 ) -> Float[Array, "B Q D"]:
     """``down(silu(gate x) * up x)``."""
     return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+
+
+def geglu(
+    x: Float[Array, "B Q D"],
+    gate: Float[Array, "F D"],
+    up: Float[Array, "F D"],
+    down: Float[Array, "D F"],
+) -> Float[Array, "B Q D"]:
+    """``down(gelu(gate x) * up x)`` with the tanh form of GELU."""
+    return linear(gelu_tanh(linear(x, gate)) * linear(x, up), down)
+
+
+def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU by its tanh formula, worked out in float32: its cubic loses most of bfloat16's digits."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)

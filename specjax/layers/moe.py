@@ -4,6 +4,8 @@ A row's result depends on that row alone, so padding rows are harmless and a blo
 positions give one by one.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -34,8 +36,9 @@ def experts(
     gate: Float[Array, "E F D"],
     up: Float[Array, "E F D"],
     down: Float[Array, "E D F"],
+    activation: Callable = jax.nn.silu,
 ) -> Float[Array, "N D"]:
-    """Weighted sum of the chosen experts' SwiGLU outputs, summed in float32.
+    """Weighted sum of the chosen experts' outputs ``down(activation(gate x) * up x)``, summed in float32.
 
     Tokens are sorted by expert into tiles that hold one expert each, so that every expert's weights are
     read about once. For few tokens accelerators gather the weights of the chosen experts instead, which
@@ -43,19 +46,19 @@ def experts(
     """
     few = ids.size <= gate.shape[0] and jax.default_backend() != "cpu"
     apply = _gathered if few else _tiled
-    out = apply(x, ids, gate, up, down)
+    out = apply(x, ids, gate, up, down, activation)
     return jnp.einsum("nkd,nk->nd", out, weights, precision="highest").astype(x.dtype)
 
 
-def _gathered(x, ids, gate, up, down) -> Float[Array, "N k D"]:
+def _gathered(x, ids, gate, up, down, activation) -> Float[Array, "N k D"]:
     dot = lambda a, b, sub: jnp.einsum(  # noqa: E731
         sub, a, b, precision=precision_of(x.dtype), preferred_element_type=jnp.float32
     )
     g, u = dot(x, gate[ids], "nd,nkfd->nkf"), dot(x, up[ids], "nd,nkfd->nkf")
-    return dot((jax.nn.silu(g) * u).astype(x.dtype), down[ids], "nkf,nkdf->nkd")
+    return dot((activation(g) * u).astype(x.dtype), down[ids], "nkf,nkdf->nkd")
 
 
-def _tiled(x, ids, gate, up, down) -> Float[Array, "N k D"]:
+def _tiled(x, ids, gate, up, down, activation) -> Float[Array, "N k D"]:
     n, n_experts = ids.size, gate.shape[0]
     tile = _tile_rows(n, n_experts)
     n_tiles = n // tile + min(n_experts, n)  # enough for any distribution over experts
@@ -67,7 +70,7 @@ def _tiled(x, ids, gate, up, down) -> Float[Array, "N k D"]:
         expert, block = args
         g = linear(block, gate[expert], out_dtype=jnp.float32)
         u = linear(block, up[expert], out_dtype=jnp.float32)
-        return linear((jax.nn.silu(g) * u).astype(x.dtype), down[expert], out_dtype=jnp.float32)
+        return linear((activation(g) * u).astype(x.dtype), down[expert], out_dtype=jnp.float32)
 
     out = jax.lax.map(one, (tile_expert, rows))
     return out.reshape(n_tiles * tile, -1)[slot].reshape(*ids.shape, -1)

@@ -1,4 +1,16 @@
-"""RMS normalisation, in the three roundings that checkpoints were trained with."""
+"""RMS normalisation, in the three roundings that checkpoints were trained with.
+
+=================== ======================= =============================================
+function            formula                 families
+=================== ======================= =============================================
+``rms_norm``        ``cast(r(x)) * w``      Llama, Qwen2.5, Qwen3, DeepSeek
+``rms_norm_offset`` ``cast(r(x) (1 + w))``  Gemma 3: weights are stored minus one
+``rms_norm_wide``   ``cast(r(x) w)``        Gemma 4; without a weight: ``cast(r(x))``
+=================== ======================= =============================================
+
+``r(x) = x / sqrt(mean(x^2) + eps)`` is float32 always; ``cast`` rounds to the type of ``x``. In float32 the
+first and the last agree.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +18,23 @@ from jaxtyping import Array, Float
 
 
 def rms_norm(x: Float[Array, "*N D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*N D"]:
-    """Llama, Qwen and DeepSeek rounding: normalise in float32, cast to ``x``'s type, then scale."""
+    """Rounded to ``x``'s type before the weight multiplies in that type."""
+    return _normed(x, eps).astype(x.dtype) * weight.astype(x.dtype)
+
+
+def rms_norm_offset(x: Float[Array, "*N D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*N D"]:
+    """Multiplied by ``1 + weight`` in float32, then rounded."""
+    return (_normed(x, eps) * (1 + weight.astype(jnp.float32))).astype(x.dtype)
+
+
+def rms_norm_wide(
+    x: Float[Array, "*N D"], weight: Float[Array, " D"] | None, eps: float
+) -> Float[Array, "*N D"]:
+    """Multiplied by ``weight`` (None: by nothing) in float32, then rounded."""
+    out = _normed(x, eps)
+    return (out if weight is None else out * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def _normed(x, eps):
     wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * weight.astype(x.dtype)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

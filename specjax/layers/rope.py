@@ -17,6 +17,7 @@ _KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
+    "proportional": (),
 }
 _KNOWN = {
     "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "finetuned",
@@ -27,7 +28,11 @@ _KNOWN = {
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Frozen rope settings. ``kind`` is default, linear, llama3 or yarn."""
+    """Frozen rope settings. ``kind`` is default, linear, llama3, yarn or proportional.
+
+    Proportional: the slowest pairs of a whole head of ``span`` channels do not turn. Frequencies and pairs are
+    those of the head, not of the channels that turn.
+    """
 
     dims: int  # rotated dimensions of a head
     theta: float = 10000.0
@@ -40,6 +45,12 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    span: int | None = None  # channels over which pairs and frequencies are laid out; None = dims
+
+    @property
+    def pair(self) -> int:
+        """Distance between the two channels of a pair."""
+        return (self.dims if self.span is None else self.span) // 2
 
 
 def rope_config(hf: Mapping[str, Any], dims: int) -> RopeConfig:
@@ -66,8 +77,10 @@ def rope_config(hf: Mapping[str, Any], dims: int) -> RopeConfig:
     if missing:
         raise ValueError(f"rope type {kind!r} needs {missing}, which the config does not give")
     original = p.get("original_max_position_embeddings", hf.get("max_position_embeddings", 8192))
+    share = float(p.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)))
+    proportional = kind == "proportional"
     return RopeConfig(
-        dims=int(dims * float(p.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)))),
+        dims=2 * int(share * dims // 2) if proportional else int(dims * share),
         theta=float(theta if theta is not None else hf.get("rope_theta", 10000.0)),
         kind=kind,
         factor=float(p.get("factor", 1.0)),
@@ -78,6 +91,7 @@ def rope_config(hf: Mapping[str, Any], dims: int) -> RopeConfig:
         beta_slow=float(p.get("beta_slow") or 1.0),
         attention_factor=_attention_factor(kind, p),
         truncate=bool(p.get("truncate", True)),
+        span=dims if proportional else None,
     )
 
 
@@ -95,8 +109,8 @@ def _attention_factor(kind: str, p: Mapping[str, Any]) -> float:
 
 def inverse_frequencies(cfg: RopeConfig) -> np.ndarray:
     """float32 ``[dims/2]`` angular frequencies per position, computed in float64 on the host."""
-    base = cfg.theta ** (-np.arange(0, cfg.dims, 2, dtype=np.float64) / cfg.dims)
-    if cfg.kind == "linear":
+    base = cfg.theta ** (-np.arange(0, cfg.dims, 2, dtype=np.float64) / (2 * cfg.pair))
+    if cfg.kind in ("linear", "proportional"):
         base = base / cfg.factor
     elif cfg.kind == "llama3":
         base = _llama3(base, cfg)
@@ -134,12 +148,25 @@ def rope_angles(
 
 
 def rotate(
-    x: Float[Array, "B Q N C"], cos: Float[Array, "B Q R"], sin: Float[Array, "B Q R"]
+    x: Float[Array, "B Q N C"],
+    cos: Float[Array, "B Q R"],
+    sin: Float[Array, "B Q R"],
+    pair: int | None = None,
 ) -> Float[Array, "B Q N C"]:
-    """Rotate the first 2R channels of each head as pairs (j, j+R); the others pass through unchanged."""
-    half = cos.shape[-1]
+    """Rotate pairs of channels (j, j + ``pair``) for j < R; the others pass through with the same bits.
+
+    ``pair`` None: R, so that the pairs fill the first 2R channels of each head.
+    """
+    turned, pair = cos.shape[-1], cos.shape[-1] if pair is None else pair
     cos, sin = cos[:, :, None], sin[:, :, None]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    first, second = x[..., :turned], x[..., pair : pair + turned]
     a, b = first.astype(jnp.float32), second.astype(jnp.float32)
-    out = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
-    return jnp.concatenate([*out, rest], -1)
+    return jnp.concatenate(
+        [
+            (a * cos - b * sin).astype(x.dtype),
+            x[..., turned:pair],
+            (b * cos + a * sin).astype(x.dtype),
+            x[..., pair + turned :],
+        ],
+        -1,
+    )

@@ -112,3 +112,38 @@ def test_angles_stay_exact_far_out():
     assert cos.dtype == jnp.float32
     want = np.cos(131071 * inverse_frequencies(cfg).astype(np.float64))
     np.testing.assert_allclose(cos[0, 0], want, atol=0.02)
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_proportional_frequencies(factor):
+    """Gemma 4's full layers: transformers pads the frequencies of the whole head with zeros."""
+    settings = {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+        "factor": factor,
+    }
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=settings
+    )
+    want, _ = ROPE_INIT_FUNCTIONS["proportional"](config, device="cpu")
+    ours = rope_config({"rope_parameters": settings}, 64)
+    turning = inverse_frequencies(ours)
+    assert (ours.dims, ours.pair, len(turning)) == (16, 32, 8)
+    np.testing.assert_allclose(turning, want.numpy()[:8], rtol=2e-6)
+    assert (want.numpy()[8:] == 0).all()
+
+
+def test_proportional_rotation_leaves_the_rest():
+    """PEER.14, TAP.5: pairs lie half a head apart, and channels that do not turn keep their bits."""
+    settings = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    cfg = rope_config({"rope_parameters": settings}, 16)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 3, 16)), jnp.bfloat16)
+    x = x.at[0, 0, 0, 5].set(-0.0)
+    cos, sin = rope_angles(cfg, jnp.array([[3, 40]]))
+    got = rotate(x, cos, sin, cfg.pair)
+    still = [2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15]
+    bits = lambda y: np.asarray(y[..., np.array(still)]).view(np.uint16)  # noqa: E731
+    np.testing.assert_array_equal(bits(got), bits(x))
+    whole = lambda y: jnp.pad(y, ((0, 0), (0, 0), (0, 6)), constant_values=1 if y is cos else 0)  # noqa: E731
+    np.testing.assert_array_equal(got, rotate(x, whole(cos), whole(sin)))  # zero frequencies for the rest
