@@ -138,13 +138,21 @@ def draft(
     hidden = drafting_rows(p, shared, cfg, k, dstate, ctx)
     logits = unembed(p, shared, cfg, hidden)
     keys = keys if pick.sampling(cfg.drafting, keys) else None
+    ids = target_ids(p)
     if p.selector is not None:
         tokens, q = dflash2.walk(p.selector, cfg.selector, hidden, logits, ctx.anchor, keys, ctx.temperature)
     else:
-        every = jax.vmap(pick.pick, in_axes=(1, None, 0, None), out_axes=1)
-        tokens, q = every(logits, keys, jnp.arange(k), ctx.temperature)
-    ids = target_ids(p)
-    return proposal(tokens if ids is None else ids[tokens], q, ids, ctx), dstate
+        tokens, q = independent(logits, ids, keys, ctx.temperature)
+    return proposal(tokens, q, ids, ctx), dstate
+
+
+def independent(
+    logits: Float[Array, "B K V"], ids: Array | None, keys: Array | None, temperature: Array | None
+) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None]:
+    """Every position's token (a target id) by itself, and the distributions they were drawn from."""
+    every = jax.vmap(pick.pick, in_axes=(1, None, 0, None), out_axes=1)
+    tokens, q = every(logits, keys, jnp.arange(logits.shape[1]), temperature)
+    return tokens if ids is None else ids[tokens], q
 
 
 def proposal(tokens: Int[Array, "B K"], q: Array | None, ids: Array | None, ctx: Ctx) -> Proposal:

@@ -9,21 +9,24 @@ from typing import Any
 
 from specjax.checkpoints.formats import EMBED, HEAD, Files, Found, block, stripped
 
-#: "num_anchors" belongs to training.
-KEYS = {"block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "num_anchors"}
+#: "num_anchors" belongs to training; the last four say which heads there are.
+KEYS = {
+    "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "num_anchors",
+    "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+}  # fmt: skip
 SECTION = "dflash_config"
 
 
 def read(files: Files) -> Found:
     """A DFlash drafter."""
-    settings, names, notes = body(files, set())
+    settings, names, notes = body(files)
     return Found("dflash", "DeepSpec", settings, names, block.SKIPPED, notes)
 
 
-def body(files: Files, more: set[str]) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
-    """Settings, names and notes of everything but heads; ``more``: config keys somebody else reads."""
-    block.check(files, {k: v for k, v in files.hf.items() if k != SECTION}, KEYS | more)
-    block.check(files, files.hf.get(SECTION) or {}, KEYS | more)
+def body(files: Files) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
+    """Settings, names and notes of everything but heads."""
+    block.check(files, {k: v for k, v in files.hf.items() if k != SECTION}, KEYS)
+    block.check(files, files.hf.get(SECTION) or {}, KEYS)
     said = block.merged(files, SECTION, KEYS)
     names, notes = stripped(files.shapes, "model."), []
     if files.hf.get("tie_word_embeddings") and EMBED in names and HEAD not in names:
