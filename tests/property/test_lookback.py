@@ -1,7 +1,9 @@
 """How far a copy is worth drafting: the vectorised estimate against a plain re-derivation."""
 
+import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, strategies as st
@@ -9,7 +11,13 @@ from hypothesis import given, strategies as st
 from specjax.drafters import lookback, ngram
 from specjax.types import Ctx
 
-COSTS = ((3, 1.75), (7, 2.0))
+COSTS, ROWS = ((3, 1.75), (7, 2.0)), 3
+hit_rates = jax.jit(lookback.hit_rates, static_argnums=(2, 3))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def worthwhile(k, chance, run):
+    return lookback.worthwhile(COSTS, k, chance, run)
 
 
 def best_match(row, end, longest, recent):
@@ -41,16 +49,17 @@ def oracle_rates(row, longest, recent):
     st.booleans(),
 )
 def test_rates_equal_the_definition(rows, longest, recent):
-    buffer = np.full((len(rows), 48), 1, np.int32)  # garbage beyond the length must not count
+    rows = [rows[i % len(rows)] for i in range(ROWS)]  # one shape, so that each setting compiles once
+    buffer = np.full((ROWS, 48), 1, np.int32)  # garbage beyond the length must not count
     for i, row in enumerate(rows):
         buffer[i, : len(row)] = row
-    got = lookback.hit_rates(jnp.asarray(buffer), jnp.array([len(r) for r in rows]), longest, recent)
+    got = hit_rates(buffer, np.array([len(r) for r in rows], np.int32), longest, recent)
     np.testing.assert_allclose(got, [oracle_rates(r, longest, recent) for r in rows], rtol=1e-6)
 
 
 @given(st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3), st.integers(0, 3), st.integers(1, 9))
 def test_width_maximises_expected_tokens_per_cost(chance, run, k):
-    got = int(lookback.worthwhile(COSTS, k, jnp.array([chance], jnp.float32), jnp.array([run]))[0])
+    got = int(worthwhile(k, np.array([chance], np.float32), np.array([run], np.int32))[0])
     gains = {0: 1.0}
     for w in sorted({w for w, _ in COSTS if w < k} | {k}):
         steps = [chance[min(run - 1 + i, 2)] for i in range(w)]

@@ -340,9 +340,9 @@ def test_rings_cannot_go_back_and_are_filled_again():
     base = testing.sliding_params((5, 0), vocab=VOCAB, eos_ids=(2,))
     base = model(with_meta(base, tokenizer_id=target().meta.tokenizer_id))
     params = with_drafter(base, "ngram", ngram.Config(3, 3, 1))
-    talk = chat(params)
+    talk = chat(params, max_len=CONTEXT)
     for text in SAID[:2]:
-        same(talk.send(text), fresh(params, talk.messages))
+        same(talk.send(text), fresh(params, talk.messages, max_len=CONTEXT))
         assert talk.reused == 0
 
 
