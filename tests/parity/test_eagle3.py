@@ -1,11 +1,15 @@
 """EAGLE-3 drafters loaded from folders give the logits of speculators, recycled steps included."""
 
 import functools
+import json
 
+import eagle3_tiny as tiny
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eagle3_reference import Slow
 from pairwise import name, product
+from safetensors.numpy import load_file, save_file
 
 from specjax import checkpoints, testing
 from specjax.drafters import eagle3, eagle3_model as model
@@ -112,10 +116,10 @@ def load(folder, **settings):
     return checkpoints.load_drafter(source, meta.target_cfg, lent, jnp.float32, settings=settings)
 
 
-def ours(loaded, features: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def ours(loaded, features: np.ndarray, tokens: np.ndarray, base=None) -> np.ndarray:
     """The same logits, from cached passes: batch row b absorbs b + 1 pairs and goes on from there."""
-    p, cfg, rows = loaded.weights, loaded.cfg, LENGTH
-    lent = Shared(target().target.embed, target().target.head)
+    p, cfg, rows, base = loaded.weights, loaded.cfg, LENGTH, base or target()
+    lent = Shared(base.target.embed, base.target.head)
     keep = jnp.arange(1, rows + 1)
     every = lambda x: jnp.broadcast_to(jnp.asarray(x), (rows, *np.shape(x)))  # noqa: E731
     parts = np.split(features, len(cfg.taps), -1)
@@ -185,3 +189,42 @@ def test_logits_of_sliding_layers(tmp_path):
     }
     loaded = compare(build(case, **window), tmp_path, steps=1)
     assert loaded.cfg.body.windows == (4, None)
+
+
+@pytest.mark.parametrize("kind", ["qwen3, 3.1", "reduced", "latent", "latent, two layers"])
+def test_logits_of_the_authors_layout(kind, tmp_path):
+    """TAP.8, CKP.6: ``midlayer`` files, which no package here builds, and latent attention as DeepSeek writes it
+    (every head's keys and values made and kept), in float64."""
+    layer, given = tiny.KINDS[kind]
+    base, tensors = tiny.target(), tiny.published(tiny.drafted(kind))
+    tensors = {name.replace("layers.0.", "midlayer."): np.ascontiguousarray(x) for name, x in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    flags = {k: v for k, v in given.items() if k not in ("qk_norm", "latent", "reduced")}
+    hf = (
+        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": tiny.VOCAB}
+        | tiny.LAYER
+        | layer
+        | flags
+    )
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}))
+    lent = Shared(base.target.embed, base.target.head)
+    source = checkpoints.hub.resolve(tmp_path)
+    loaded = checkpoints.load_drafter(source, base.meta.target_cfg, lent, jnp.float32)
+    rng = np.random.default_rng(1)
+    taps, tokens = rng.standard_normal((LENGTH, 3 * tiny.WIDTH)), rng.integers(0, tiny.VOCAB, LENGTH + 1)
+    got = ours(loaded, taps.astype(np.float32), tokens, base)
+    keep = ("norm_before_residual", "norm_output", "logit_scale")
+    slow = Slow(
+        load_file(tmp_path / "model.safetensors"),
+        tiny.LAYER | layer,
+        lent.embed,
+        **{k: v for k, v in flags.items() if k in keep},
+    )
+    logits, states = slow.absorb(slow.fuse(np.split(taps, 3, -1)), tokens)
+    for row in reversed(range(LENGTH)):
+        slow.cut(row + 1)
+        wanted, state = logits[row], states[row]
+        for step in range(min(STEPS, LENGTH - row)):
+            if step:
+                wanted, state = slow.row(state, int(tokens[row + 1 + step]), row + step)
+            np.testing.assert_allclose(got[step, row], wanted, atol=ATOL, rtol=0, err_msg=f"{row} {step}")
