@@ -62,7 +62,8 @@ def load_drafter(
         given |= _borrow(files, names, shared, dtype)
     cfg = _configure(found.method, given, settings or {}, target_cfg, where)
     weights = _fill(found, cfg, names, files, dtype, progress, shapes_only)
-    return LoadedDrafter(found.method, cfg, weights, found.format, found.notes, found.made_for)
+    notes = tuple(n for n in found.notes if not n.endswith(tuple(f"({key}=...)" for key in settings or ())))
+    return LoadedDrafter(found.method, cfg, weights, found.format, notes, found.made_for)
 
 
 def _open(source: Source, target_cfg: Any) -> tuple[formats.Files, str]:

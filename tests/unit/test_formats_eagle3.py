@@ -214,7 +214,8 @@ def test_what_files_do_not_say_is_told(params, tmp_path):
     assert (changed.cfg.k, changed.cfg.drafting, changed.cfg.norm_output) == (2, "greedy", True)
     assert not changed.cfg.norm_before_residual
     old = found(params, tmp_path, flat(norm_output=True), tensors())
-    assert "norm_output=False" in "".join(old.notes)
+    assert "SpecForge" in "".join(old.notes)
+    assert load(params, tmp_path / "drafter", taps=[2, 6, 9], k=2, norm_output=False).notes == ()
     assert "3 is assumed" in "".join(old.notes)
     with pytest.raises(ValueError, match=r"drafter.*setting\(s\) \['layout'\]"):
         load(params, tmp_path / "drafter", layout="fill")

@@ -38,7 +38,8 @@ class Found:
 
     ``method``: name in the drafter registry. ``settings``: what its ``config`` takes. ``names``: tensor name
     the drafter uses -> name in the file. ``skipped``: name endings of tensors that are not needed, with the
-    reason. ``notes``: assumptions worth telling, because the file does not say. ``made_for``: the target it
+    reason. ``notes``: assumptions worth telling, because the file does not say; one that ends in
+    "(setting=...)" is left out when the user gives that setting. ``made_for``: the target it
     names ("" = none). ``borrows``: embedding and head may be the target's; ``own_embed`` and ``own_head`` are
     then added to the settings.
     """

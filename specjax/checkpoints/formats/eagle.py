@@ -51,8 +51,8 @@ def read(files: Files) -> Found:
     settings["k"] = _drafts(said, notes)
     if said.get("norm_output"):
         notes.append(
-            "norm_output is true: the recycled state is normed. Files of older SpecForge versions say so and mean "
-            "something else: if later drafts are seldom accepted, try norm_output=False"
+            "norm_output is true, so the recycled state is normed; files of older SpecForge versions say so and mean "
+            "something else: if later drafts are seldom accepted, try false (norm_output=...)"
         )
     made_for = str(said.get("target_model_name_or_path") or "")
     return Found("eagle3", "EAGLE", settings, names, parts.SKIPPED, tuple(notes), made_for)

@@ -27,7 +27,9 @@ def read(files: Files) -> Found:
     settings = parts.settings(files, names, layers, hf)
     if "norm_before_residual" not in settings:
         settings["norm_before_residual"] = True
-        notes.append("the file does not state norm_before_residual; true is assumed, as vLLM does")
+        notes.append(
+            "the file does not state norm_before_residual; true is assumed, as in vLLM (norm_before_residual=...)"
+        )
     taps = hf.get(TAPS)
     settings["taps"] = parts.default_taps(files, notes) if taps is None else tuple(int(t) for t in taps)
     parts.check_counts(files, hf, settings["taps"])
