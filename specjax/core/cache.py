@@ -17,6 +17,8 @@ beyond them) and sets it to 0; ``commit(n)`` sets it to n, finished rows commit 
 to where it stands.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -56,9 +58,7 @@ class DenseKV:
         k, v = _block(k, v, self.k.dtype)
         write = _write_verified if mode == "verify" else _write_valid
         cache = DenseKV(write(self.k, k, pos[:, 0], valid), write(self.v, v, pos[:, 0], valid))
-        slot = jnp.arange(self.k.shape[2], dtype=pos.dtype)
-        key_pos = jnp.where(slot < pos[:, :1] + valid[:, None], slot, -1)  # padding must not see garbage
-        return cache.k, cache.v, key_pos, cache
+        return cache.k, cache.v, _filled(self.k, pos, valid), cache
 
     def commit(self, emitted: Int[Array, " B"]) -> "DenseKV":
         return self
@@ -66,6 +66,53 @@ class DenseKV:
     @staticmethod
     def min_resume(high_water: int) -> int:
         return 1
+
+
+@struct.dataclass
+class ValueKV:
+    """Dense cache of values alone, for layers whose keys follow from values and positions.
+
+    Values are kept as they came; what :class:`DenseKV` marks when it writes is worked out when this is read.
+    """
+
+    v: Float[Array, "B G S C"]
+
+    @classmethod
+    def create(cls, rows: int, heads: int, slots: int, head_dim: int, dtype) -> "ValueKV":
+        return cls(jnp.zeros((rows, heads, slots, head_dim), dtype))
+
+    def extend(
+        self,
+        keys_of: Callable,
+        v: Float[Array, "B Q G C"],
+        pos: Int[Array, "B Q"],
+        valid: Int[Array, " B"],
+        mode: Mode,
+    ):
+        """Like :meth:`DenseKV.extend`; ``keys_of`` makes keys ``[B G S C]`` of the values in the slots 0 to S."""
+        write = _write_verified if mode == "verify" else _write_valid
+        block = v.swapaxes(1, 2).astype(self.v.dtype)
+        cache = ValueKV(write(self.v, block, pos[:, 0], valid))
+        return *cache.read(keys_of), _filled(self.v, pos, valid), cache
+
+    def read(self, keys_of: Callable):
+        """Keys and values of every slot."""
+        finite = jnp.isfinite(self.v)
+        values = jnp.where(finite, self.v, 0)
+        return jnp.where(finite.all(-1, keepdims=True), keys_of(values), jnp.nan), values
+
+    def commit(self, emitted: Int[Array, " B"]) -> "ValueKV":
+        return self
+
+    @staticmethod
+    def min_resume(high_water: int) -> int:
+        return 1
+
+
+def _filled(buffer, pos, valid):
+    """Position of each slot of a dense buffer, -1 beyond the block: padding must not see garbage."""
+    slot = jnp.arange(buffer.shape[2], dtype=pos.dtype)
+    return jnp.where(slot < pos[:, :1] + valid[:, None], slot, -1)
 
 
 def _block(k, v, dtype):
