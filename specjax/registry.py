@@ -11,6 +11,8 @@ TARGETS: dict[str, str] = {
     "qwen2": "specjax.targets.llama",
     "qwen3": "specjax.targets.qwen3",
     "qwen3_moe": "specjax.targets.qwen3",
+    "gemma3_text": "specjax.targets.gemma3",
+    "gemma3": "specjax.targets.gemma3",
 }
 
 DRAFTERS: dict[str, str] = {
