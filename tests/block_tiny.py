@@ -1,6 +1,5 @@
 """Small targets with block drafters, driven round by round with drafts of the test's choosing."""
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny_files
+from safetensors.numpy import load_file, save_file
 
 import specjax
-from specjax import registry, testing
+from specjax import checkpoints, registry, testing
+from specjax.checkpoints import hub
 from specjax.core import round as rnd
 from specjax.drafters import dflash
 from specjax.types import ArraySpec, Ctx, Params, Proposal
@@ -114,4 +115,57 @@ def dflash_rows(p: Params, dstate, ctx: Ctx):
     return dflash.drafting_rows(weights, shared(p), cfg, dflash.max_k(cfg), dstate, ctx)
 
 
-replace = dataclasses.replace
+#: Configs of every format for the drafters of :func:`params`.
+BODY = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "vocab_size": VOCAB,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 6,
+}
+BLOCK = {"block_size": 5, "mask_token_id": 23, "target_layer_ids": [0, 1]}
+ZLAB = {**BODY, "architectures": ["DFlashDraftModel"], "num_target_layers": 2}
+DEEPSPEC = {**BODY, **BLOCK, "architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+SPECULATORS = {
+    "architectures": ["DFlashDraftModel"],
+    "speculators_model_type": "dflash",
+    "speculators_config": {
+        "proposal_methods": [{"speculative_tokens": 4}],
+        "verifier": {"name_or_path": "a/b"},
+    },
+    "transformer_layer_config": BODY,
+    "aux_hidden_state_layer_ids": [1, 2],
+    "block_size": 5,
+    "mask_token_id": 23,
+    "draft_vocab_size": VOCAB,
+    "sample_from_anchor": False,
+    "sliding_window_non_causal": False,
+}
+
+
+def folder(path: Path, config: dict[str, Any], p: Params | None = None, **renamed: str) -> Path:
+    """Folder of a DFlash drafter, or of the one of ``p``."""
+    return files(path / "d", p or params(), config, **renamed)
+
+
+def load(path: Path, **settings: Any):
+    """What the loader makes of a folder for :func:`target`."""
+    p = target()
+    return checkpoints.load_drafter(
+        hub.resolve(path), p.meta.target_cfg, shared(p), jnp.float32, settings=settings
+    )
+
+
+def change(path: Path, **tensors: Any) -> Path:
+    """Add or replace tensors of a folder ("." is written "__"); None removes one."""
+    file = path / "model.safetensors"
+    arrays = {**load_file(file), **{k.replace("__", "."): v for k, v in tensors.items()}}
+    save_file({k: v for k, v in arrays.items() if v is not None}, file)
+    return path

@@ -7,68 +7,16 @@ import block_tiny as tiny
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from block_tiny import BLOCK, BODY, DEEPSPEC, SPECULATORS, ZLAB, change, folder, load
 
 from specjax import checkpoints, registry
 from specjax.checkpoints import hub
 from specjax.checkpoints.formats import block
 from specjax.drafters.dflash_config import Convolution, Selection
 
-BODY = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "vocab_size": tiny.VOCAB,
-    "layer_types": ["full_attention", "sliding_attention"],
-    "sliding_window": 6,
-}
-BLOCK = {"block_size": 5, "mask_token_id": 23, "target_layer_ids": [0, 1]}
-ZLAB = {**BODY, "architectures": ["DFlashDraftModel"], "num_target_layers": 2}
-DEEPSPEC = {**BODY, **BLOCK, "architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
-SPECULATORS = {
-    "architectures": ["DFlashDraftModel"],
-    "speculators_model_type": "dflash",
-    "speculators_config": {
-        "proposal_methods": [{"speculative_tokens": 4}],
-        "verifier": {"name_or_path": "a/b"},
-    },
-    "transformer_layer_config": BODY,
-    "aux_hidden_state_layer_ids": [1, 2],
-    "block_size": 5,
-    "mask_token_id": 23,
-    "draft_vocab_size": tiny.VOCAB,
-    "sample_from_anchor": False,
-    "sliding_window_non_causal": False,
-}
-
-
-def folder(tmp_path, config, params=None, **renamed):
-    return tiny.files(tmp_path / "d", params or tiny.params(), config, **renamed)
-
-
-def load(path, **settings):
-    params = tiny.target()
-    return checkpoints.load_drafter(
-        hub.resolve(path), params.meta.target_cfg, tiny.shared(params), jnp.float32, settings=settings
-    )
-
 
 def without(config, *keys):
     return {key: value for key, value in config.items() if key not in keys}
-
-
-def change(path, **tensors):
-    """Add or replace tensors of a folder; None removes one."""
-    file = path / "model.safetensors"
-    arrays = {**load_file(file), **{k.replace("__", "."): v for k, v in tensors.items()}}
-    save_file({k: v for k, v in arrays.items() if v is not None}, file)
-    return path
 
 
 def test_flat_and_nested_settings(tmp_path):
@@ -87,7 +35,7 @@ def test_zlab_conventions(tmp_path):
     found = load(path)
     cfg = found.cfg
     assert (found.name, found.format, cfg.layout, cfg.k, cfg.taps) == ("dflash", "z-lab", "fill", 4, (1, 2))
-    assert any("layout" in note and '"fill"' in note for note in found.notes)
+    assert any("layout" in note and "'fill'" in note for note in found.notes)
     assert (cfg.causal, cfg.body.windows, cfg.window_from) == ((False, True), (None, 6), "row")
     shift = load(path, layout="shift").cfg
     assert (shift.layout, shift.k) == ("shift", 5)
