@@ -11,6 +11,10 @@ TARGETS: dict[str, str] = {
     "qwen2": "specjax.targets.llama",
     "qwen3": "specjax.targets.qwen3",
     "qwen3_moe": "specjax.targets.qwen3",
+    "qwen3_5": "specjax.targets.qwen3_5",
+    "qwen3_5_text": "specjax.targets.qwen3_5",
+    "qwen3_5_moe": "specjax.targets.qwen3_5",
+    "qwen3_5_moe_text": "specjax.targets.qwen3_5",
     "gemma3_text": "specjax.targets.gemma3",
     "gemma3": "specjax.targets.gemma3",
 }
@@ -19,6 +23,7 @@ DRAFTERS: dict[str, str] = {
     "ngram": "specjax.drafters.ngram",
     "eagle3": "specjax.drafters.eagle3",
     "dflash": "specjax.drafters.dflash",
+    "dspark": "specjax.drafters.dspark",
     "draft_model": "specjax.drafters.draft_model",
     "chain": "specjax.drafters.chain",
 }

@@ -10,7 +10,7 @@ from specjax.checkpoints.formats import Files, Found
 CLASSES: dict[str, str | None] = {
     "Qwen3Eagle3Model": "deepspec_eagle3",
     "Gemma4Eagle3Model": None,
-    "Qwen3DSparkModel": "deepspec_dflash",
+    "Qwen3DSparkModel": "deepspec_dspark",
     "Gemma4DSparkModel": None,
 }
 

@@ -1,4 +1,4 @@
-"""DeepSpec's DFlash drafters (``Qwen3DSparkModel`` without heads).
+"""The body of DeepSpec's block drafters (``Qwen3DSparkModel``); without heads they are DFlash.
 
 Conventions: layout "shift"; settings at the config's top level, which is otherwise a copy of the target's;
 ``target_layer_ids`` are outputs of layers counted from 0, and -1 is the embedding's output. Every layer
@@ -7,7 +7,7 @@ sees the whole block. Embedding and head are stored, usually as copies of the ta
 
 from typing import Any
 
-from specjax.checkpoints.formats import EMBED, HEAD, Files, Found, block, stripped
+from specjax.checkpoints.formats import EMBED, HEAD, Files, block, stripped
 
 #: "num_anchors" belongs to training; the last four say which heads there are.
 KEYS = {
@@ -15,12 +15,6 @@ KEYS = {
     "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
 }  # fmt: skip
 SECTION = "dflash_config"
-
-
-def read(files: Files) -> Found:
-    """A DFlash drafter."""
-    settings, names, notes = body(files)
-    return Found("dflash", "DeepSpec", settings, names, block.SKIPPED, notes)
 
 
 def body(files: Files) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:

@@ -11,6 +11,7 @@ KINDS = {
     "eagle3": "speculators_eagle3",
     "dflash": "speculators_dflash",
     "dflash2": "speculators_dflash",
+    "dspark": "speculators_dspark",
 }
 
 

@@ -1,4 +1,5 @@
-"""z-lab's DFlash and DFlash2 folders (package ``dflash``), and SpecForge's, which look the same.
+"""z-lab's DFlash and DFlash2 folders (package ``dflash``), and SpecForge's, which look the same. SpecForge's
+DSpark drafters have heads besides (early ones under ``logit_head.``) and layout "shift".
 
 Conventions: ``target_layer_ids`` are outputs of layers counted from 0. The drafter's settings are in
 ``dflash_config`` or, in older files, at the config's top level. Layout "fill". Layers slide as
@@ -10,15 +11,15 @@ all. Embedding and head are the target's; input embeddings are raw rows times ``
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.checkpoints.formats import Files, Found, block, stripped
+from specjax.checkpoints.formats import Files, Found, block, heads, stripped
 
 SECTION = "dflash_config"
-ARCHITECTURES = {"DFlashDraftModel", "DFlash2DraftModel"}
+ARCHITECTURES = {"DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel"}
 #: Drafter settings, in either place.
 KEYS = {
     "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "input_embedding_scale",
     "output_multiplier", "final_logit_softcapping", "is_causal", "causal", "use_swa", "swa_window_size",
-    *block.DFLASH2,
+    *block.DFLASH2, *heads.KEYS,
 }  # fmt: skip
 #: The codebooks' names in folders written by torch's ``save_pretrained``.
 _RENAMED = {
@@ -33,17 +34,19 @@ def matches(hf: Mapping[str, Any]) -> bool:
 
 
 def read(files: Files) -> Found:
-    """A DFlash drafter; DFlash2 where its tensors are there."""
+    """A DFlash drafter; DFlash2 or DSpark where their tensors are there."""
     block.check(files, {k: v for k, v in files.hf.items() if k != SECTION}, KEYS)
     block.check(files, files.hf.get(SECTION) or {}, KEYS)
     said = block.merged(files, SECTION, KEYS)
-    names = block.renamed(stripped(files.shapes, "model."), _RENAMED)
-    notes = ['the file does not state its block layout; "fill", z-lab\'s, is assumed']
+    names = block.renamed(stripped(files.shapes, "model.", "logit_head."), _RENAMED)
+    more = heads.find(files, names, said)
+    layout = "shift" if more else "fill"
+    notes = [f"the file does not state its block layout; {layout!r} is assumed"]
     shape = _slides(block.transformer(files, names, files.hf), said)
     slides = block.sliding(shape, shape["num_hidden_layers"])
     settings = {
         "transformer": shape,
-        "layout": "fill",
+        "layout": layout,
         "block_size": _block_size(said, notes),
         "mask_id": said.get("mask_token_id"),
         "taps": _taps(files, said, len(slides), notes),
@@ -55,8 +58,9 @@ def read(files: Files) -> Found:
         "softcap": said.get("final_logit_softcapping"),
         **block.tensors(files, names),
         **block.dflash2(files, names, said),
+        **more,
     }
-    return Found("dflash", "z-lab", settings, names, block.SKIPPED, tuple(notes))
+    return Found("dspark" if more else "dflash", "z-lab", settings, names, block.SKIPPED, tuple(notes))
 
 
 def _slides(shape: dict[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,141 @@
+"""DSpark's heads: a low-rank correction of each draft's logits by the token before it, and a confidence.
+
+Source: DeepSpec (``vanilla``, ``gated`` and ``rnn`` heads) and speculators, whose names and orders of
+concatenation are the same.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from specjax.drafters.pick import pick
+from specjax.layers.linear import linear
+from specjax.types import ArraySpec
+
+Kind = Literal["vanilla", "gated", "rnn"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Rank and kind of the correction; ``vocab``: rows of the table of previous tokens, which are target ids."""
+
+    rank: int
+    kind: Kind
+    vocab: int
+
+
+@struct.dataclass
+class Markov:
+    """Weights of the correction. ``mix`` and ``bias`` belong to the gate (``Z = R``) or to the recurrence (``3R``)."""
+
+    before: Float[Array, "V R"]
+    after: Float[Array, "U R"]
+    mix: Float[Array, "Z Y"] | None
+    bias: Float[Array, " Z"] | None
+
+
+@struct.dataclass
+class Confidence:
+    """Weights of the confidence; it reads the hidden row and, if ``Y`` is wider, the previous token's vector."""
+
+    weight: Float[Array, "1 Y"]
+    bias: Float[Array, " 1"]
+
+
+def markov_specs(cfg: Settings, head: int, width: int) -> Markov:
+    """Specs of the correction for ``head`` draft ids."""
+    r, name = cfg.rank, "markov_head."
+    project, rows, columns = {
+        "vanilla": ("", 0, 0),
+        "gated": ("gate_proj", r, width + r),
+        "rnn": ("joint_proj", 3 * r, 2 * r + width),
+    }[cfg.kind]
+    spec = lambda shape, axes, rest, init="normal": ArraySpec(shape, axes, (name + rest,), init)  # noqa: E731
+    return Markov(
+        before=spec((cfg.vocab, r), ("vocab", None), "markov_w1.weight"),
+        after=spec((head, r), ("vocab", None), "markov_w2.weight"),
+        mix=spec((rows, columns), (None, None), f"{project}.weight") if project else None,
+        bias=spec((rows,), (None,), f"{project}.bias", "zeros") if project else None,
+    )
+
+
+def confidence_specs(width: int) -> Confidence:
+    """Specs of the confidence head over inputs of a width."""
+    return Confidence(
+        ArraySpec((1, width), (None, None), ("confidence_head.proj.weight",)),
+        ArraySpec((1,), (None,), ("confidence_head.proj.bias",), "zeros"),
+    )
+
+
+def start(p: Markov, rows: int) -> Float[Array, "B R"]:
+    """State of the recurrence before the first draft."""
+    return jnp.zeros((rows, p.before.shape[1]), p.before.dtype)
+
+
+def correction(
+    p: Markov,
+    cfg: Settings,
+    previous: Float[Array, "B R"],
+    hidden: Float[Array, "B D"],
+    state: Float[Array, "B R"],
+) -> tuple[Float[Array, "B U"], Float[Array, "B R"]]:
+    """float32 addition to the logits of one position, and the next state (only "rnn" changes it)."""
+    x = previous
+    if cfg.kind == "gated":
+        x = jax.nn.sigmoid(linear(jnp.concatenate([hidden, previous], -1), p.mix, p.bias)) * previous
+    elif cfg.kind == "rnn":
+        mixed = linear(jnp.concatenate([state, previous, hidden], -1), p.mix, p.bias)
+        gate, candidate, out = jnp.split(mixed, 3, -1)
+        gate = jax.nn.sigmoid(gate)
+        state = gate * state + (1 - gate) * jnp.tanh(candidate)
+        x = jnp.tanh(out)
+    return linear(x, p.after, out_dtype=jnp.float32), state
+
+
+def walk(
+    p: Markov,
+    cfg: Settings,
+    hidden: Float[Array, "B K D"],
+    logits: Float[Array, "B K U"],
+    anchor: Int[Array, " B"],
+    ids: Int[Array, " U"] | None,
+    keys: Array | None,
+    temperature: Float[Array, " B"] | None,
+) -> tuple[Int[Array, "B K"], Float[Array, "B K U"] | None, Float[Array, "B K R"]]:
+    """Tokens left to right, each from logits corrected by the one before it (the anchor for the first).
+
+    Returns target ids, the distributions they were drawn from (None when greedy), and the vectors of the
+    tokens before them. ``ids``: target id of every draft id, None when they are the same.
+    """
+    token, state = anchor, start(p, anchor.shape[0])
+    tokens, drawn, before = [], [], []
+    for t in range(logits.shape[1]):
+        previous = p.before[token].astype(hidden.dtype)
+        more, state = correction(p, cfg, previous, hidden[:, t], state)
+        chosen, q = pick(logits[:, t] + _fit(more, logits.shape[2]), keys, t, temperature)
+        token = chosen if ids is None else ids[chosen]
+        tokens.append(token)
+        drawn.append(q)
+        before.append(previous)
+    q = None if drawn[0] is None else jnp.stack(drawn, 1)
+    return jnp.stack(tokens, 1), q, jnp.stack(before, 1)
+
+
+def _fit(more: Float[Array, "B U"], size: int) -> Float[Array, "B V"]:
+    """The correction for ``size`` ids: tables differ in rows of padding."""
+    return jnp.pad(more, ((0, 0), (0, max(0, size - more.shape[1]))))[:, :size]
+
+
+def confidence(
+    p: Confidence, hidden: Float[Array, "B K D"], before: Float[Array, "B K R"] | None
+) -> Float[Array, "B K"]:
+    """Chance that a draft is accepted if all before it are; it knows the drafts before it and not the draft."""
+    x = hidden.astype(jnp.float32)
+    if before is not None:
+        x = jnp.concatenate([x, before.astype(jnp.float32)], -1)
+    logit = linear(x, p.weight.astype(jnp.float32), p.bias.astype(jnp.float32))
+    return jax.nn.sigmoid(logit[..., 0])
