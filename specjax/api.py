@@ -199,7 +199,7 @@ def cast(params: Params, dtype: Any) -> Params:
         params.target,
         is_leaf=lambda x: isinstance(x, ArraySpec),
     )
-    return params.replace(target=target, drafter=jax.tree.map(one, params.drafter))
+    return dataclasses.replace(params, target=target, drafter=jax.tree.map(one, params.drafter))
 
 
 def start(params: Params, prompt: Any, *, seed: int | None = None, **options: Any) -> State:

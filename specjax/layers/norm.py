@@ -4,7 +4,7 @@
 function            formula                 families
 =================== ======================= =============================================
 ``rms_norm``        ``cast(r(x)) * w``      Llama, Qwen2.5, Qwen3, DeepSeek
-``rms_norm_offset`` ``cast(r(x) (1 + w))``  Gemma 3: weights are stored minus one
+``rms_norm_offset`` ``cast(r(x) (1 + w))``  Gemma 3, Qwen3.5: stored minus one
 ``rms_norm_wide``   ``cast(r(x) w)``        Gemma 4; without a weight: ``cast(r(x))``
 =================== ======================= =============================================
 

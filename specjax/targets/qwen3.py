@@ -12,10 +12,10 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.core.cache import DenseKV
-from specjax.layers.mlp import swiglu
-from specjax.layers.moe import experts, route
+from specjax.layers.moe import route
 from specjax.layers.norm import rms_norm
 from specjax.targets import llama
+from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
 from specjax.targets.hf import check_config
 from specjax.targets.llama import Weights, commit, init_cache, kv_view, min_resume, shared, unembed
 from specjax.types import ArraySpec, Mode, TapSpec, TargetOut
@@ -66,25 +66,6 @@ _MOE_KEYS = {
 
 
 @struct.dataclass
-class Dense:
-    """Weights of a plain feed-forward block."""
-
-    gate: Float[Array, "F D"]
-    up: Float[Array, "F D"]
-    down: Float[Array, "D F"]
-
-
-@struct.dataclass
-class Moe:
-    """Weights of a block of experts."""
-
-    router: Float[Array, "E D"]
-    gate: Float[Array, "E F D"]
-    up: Float[Array, "E F D"]
-    down: Float[Array, "E D F"]
-
-
-@struct.dataclass
 class Layer:
     """Weights of one decoder layer."""
 
@@ -111,33 +92,16 @@ def abstract(cfg: Config) -> Weights:
 
 def _abstract_layer(cfg: Config, index: int, prefix: str) -> Layer:
     norm = lambda name: ArraySpec((cfg.head_dim,), (None,), (f"{prefix}self_attn.{name}.weight",), "ones")  # noqa: E731
-    mlp = _abstract_moe if index in cfg.moe_layers else _abstract_dense
+    mlp, width = prefix + "mlp.", cfg.hidden_size
     return Layer(
         **llama.attention_specs(cfg, prefix),
         q_norm=norm("q_norm"),
         k_norm=norm("k_norm"),
-        mlp=mlp(cfg, prefix + "mlp."),
-    )
-
-
-def _abstract_dense(cfg: Config, prefix: str) -> Dense:
-    d, f = cfg.hidden_size, cfg.mlp_size
-    return Dense(
-        gate=ArraySpec((f, d), ("mlp", None), (prefix + "gate_proj.weight",)),
-        up=ArraySpec((f, d), ("mlp", None), (prefix + "up_proj.weight",)),
-        down=ArraySpec((d, f), (None, "mlp"), (prefix + "down_proj.weight",)),
-    )
-
-
-def _abstract_moe(cfg: Config, prefix: str) -> Moe:
-    e, d, f = cfg.experts, cfg.hidden_size, cfg.expert_size
-    names = lambda part: tuple(f"{prefix}experts.{i}.{part}_proj.weight" for i in range(e))  # noqa: E731
-    wide, fused = ("expert", "mlp", None), prefix + "experts.gate_up_proj"
-    return Moe(
-        router=ArraySpec((e, d), (None, None), (prefix + "gate.weight",)),
-        gate=ArraySpec((e, f, d), wide, names("gate"), fused=fused, rows=(0, f)),
-        up=ArraySpec((e, f, d), wide, names("up"), fused=fused, rows=(f, 2 * f)),
-        down=ArraySpec((e, d, f), ("expert", None, "mlp"), names("down"), fused=prefix + "experts.down_proj"),
+        mlp=(
+            moe_specs(width, cfg.expert_size, cfg.experts, mlp)
+            if index in cfg.moe_layers
+            else dense_specs(width, cfg.mlp_size, mlp)
+        ),
     )
 
 
@@ -161,9 +125,5 @@ def _project(layer, cfg, x):
 
 
 def _feed_forward(layer, cfg, x):
-    mlp = layer.mlp
-    if isinstance(mlp, Dense):
-        return swiglu(x, mlp.gate, mlp.up, mlp.down)
-    rows = x.reshape(-1, x.shape[-1])
-    weights, ids = route(rows, mlp.router, cfg.experts_per_token, cfg.norm_topk)
-    return experts(rows, weights, ids, mlp.gate, mlp.up, mlp.down).reshape(x.shape)
+    choose = lambda rows, mlp: route(rows, mlp.router, cfg.experts_per_token, cfg.norm_topk)  # noqa: E731
+    return feed_forward(layer.mlp, x, choose)

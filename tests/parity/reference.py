@@ -85,21 +85,35 @@ class Answer:
 def build(name: str, seed: int = 0):
     """Float32 model with no weight at its trivial initial value."""
     stem, extra = MODELS[name]
-    config = getattr(transformers, f"{stem}Config")(**COMMON | extra)
+    return make(f"{stem}ForCausalLM", getattr(transformers, f"{stem}Config")(**COMMON | extra), seed)
+
+
+def make(model_class: str, config, seed: int = 0):
+    """Float32 model of a transformers class, every weight seeded and none trivial."""
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{stem}ForCausalLM")(config).float().eval()
+    config.get_text_config()._attn_implementation = "eager"
+    model = getattr(transformers, model_class)(config).float().eval()
     torch.manual_seed(seed)
     with torch.no_grad():
-        for key, p in model.named_parameters():
-            if p.ndim >= 2:
-                p.copy_(torch.randn_like(p) * 0.6 / p.shape[-1] ** 0.5)
-            elif "norm" in key:
-                p.add_(0.2 * torch.randn_like(p))
-            else:
-                p.copy_(0.3 * torch.randn_like(p))
+        for key, p in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" not in key:
+                _randomise(key, p)
         if config.tie_word_embeddings:
             model.tie_weights()
     return model
+
+
+def _randomise(key: str, p) -> None:
+    if "conv1d" in key:
+        p.copy_(0.4 * torch.randn_like(p))
+    elif p.ndim >= 2:
+        p.copy_(torch.randn_like(p) * 0.6 / p.shape[-1] ** 0.5)
+    elif "A_log" in key:
+        p.uniform_(-1, 1)
+    elif "norm" in key:
+        p.add_(0.2 * torch.randn_like(p))
+    else:
+        p.copy_(0.3 * torch.randn_like(p))
 
 
 def save(model, folder: Path, **kwargs) -> Path:
@@ -111,7 +125,8 @@ def save(model, folder: Path, **kwargs) -> Path:
 def answer(model, ids: np.ndarray) -> Answer:
     """Run the whole of ``ids`` at once."""
     residual = []
-    hook = model.model.norm.register_forward_pre_hook(lambda _, args: residual.append(args[0]))
+    text = getattr(model.model, "language_model", model.model)
+    hook = text.norm.register_forward_pre_hook(lambda _, args: residual.append(args[0]))
     with torch.no_grad():
         out = model(torch.tensor(ids), output_hidden_states=True, use_cache=False)
     hook.remove()
