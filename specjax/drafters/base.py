@@ -30,8 +30,8 @@ class Drafter(Protocol):
     def config(self, settings: Mapping[str, Any], target_cfg: Any) -> DrafterConfig:
         """Frozen config; checks compatibility with the target here, before anything compiles.
 
-        ``settings`` come from :mod:`specjax.checkpoints.formats` (drafters with weights) or from a
-        speculative config (drafters without).
+        ``settings`` come from :mod:`specjax.checkpoints.formats` (drafters with weights), from a speculative
+        config with vLLM's keys (ours without weights), or are the user's ``drafter_config`` (somebody else's).
         """
         ...
 
