@@ -52,3 +52,22 @@ def cut(tokens, budget: int, stops=()) -> tuple[list[int], str]:
     kept = list(tokens[:budget])
     hits = np.flatnonzero(np.isin(kept, list(stops)))
     return (kept[: hits[0] + 1], "stop") if hits.size else (kept, "length")
+
+
+def expect_acceptance(mode: str, k: int, at: int, s):
+    """Right tokens are accepted, wrong ones are not, and every row keeps its own count."""
+    assert s.proposed > 0
+    if mode == "ALWAYS_RIGHT":
+        assert s.accepted == s.proposed > 0
+        assert s.rounds == -(-(NEW - 1) // (k + 1))
+    elif mode == "ALWAYS_WRONG":  # adversarial: nothing may be accepted
+        assert s.accepted == 0
+        assert s.rounds == NEW - 1
+    elif mode == "EVERY_THIRD_WRONG":
+        assert 0 < s.accepted < s.proposed
+    elif mode == "RANDOM_COUNT":
+        assert s.accepted == s.proposed > 0
+    else:  # the stop id is proposed, refused, and does not end the row
+        assert s.accepted == (0 if at == 0 else s.accepted)
+        assert s.accepted < s.proposed
+        assert at == 0 or s.accepted > 0

@@ -10,11 +10,7 @@ past and the block itself), the position of each key (negative = invisible), and
 written. ``commit(emitted)``: keep the first ``emitted`` positions of the last verified block.
 ``min_resume(high_water)``: the earliest length the cache can be cut back to, on the host.
 
-A recurrent state (gated delta rule, state-space layers) fits the same contract as a struct of the
-committed state, a *tape* of the last block's inputs to the recurrence, always ``q_max`` wide, and
-``pending [B]``: every forward first replays ``pending`` rows of the tape (decay and write strength zero
-beyond them) and sets it to 0; ``commit(n)`` sets it to n, finished rows commit 0. It can be cut back only
-to where it stands.
+A recurrent state fits the same contract with a tape: :mod:`specjax.core.recurrent`.
 """
 
 from collections.abc import Callable

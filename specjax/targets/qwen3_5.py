@@ -24,9 +24,8 @@ from specjax.layers.moe import route
 from specjax.layers.norm import rms_norm, rms_norm_offset
 from specjax.layers.rope import rope_angles, rotate
 from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
-from specjax.targets.llama import shared
 from specjax.targets.qwen3_5_config import Config, config
-from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
+from specjax.types import ArraySpec, KVView, Mode, Shared, TapSpec, TargetOut
 
 __all__ = [
     "PREFIXES", "Config", "Weights", "abstract", "commit", "config", "forward", "init_cache", "kv_view",
@@ -276,6 +275,12 @@ def unembed(p: Weights, cfg: Config, hidden: Float[Array, "*N D"]) -> Float[Arra
     """float32 logits."""
     del cfg
     return linear(hidden, p.embed if p.head is None else p.head, out_dtype=jnp.float32)
+
+
+def shared(p: Weights, cfg: Config) -> Shared:
+    """Embedding and head lent to drafters."""
+    del cfg
+    return Shared(p.embed, p.embed if p.head is None else p.head)
 
 
 def kv_view(p: Weights, cfg: Config, cache: Cache, kind: str) -> KVView:

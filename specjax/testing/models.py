@@ -95,7 +95,14 @@ def _random(specs: Any, seed: int) -> Any:
 def _lively(weights: Any, sharpness: float) -> Any:
     """Scale the head to the wanted spread, and attention up: otherwise a random model looks at little but
     its last token and falls into a short cycle."""
-    layers = tuple(dataclasses.replace(x, q=x.q * 4, o=x.o * 4) for x in weights.layers)
+    layers = tuple(_louder(x) for x in weights.layers)
     if weights.head is None:
         return weights.replace(layers=layers, norm=weights.norm * sharpness)
     return weights.replace(layers=layers, head=weights.head * sharpness)
+
+
+def _louder(layer: Any) -> Any:
+    """Queries and output four times as large, in the layer itself or in its ``mixer``."""
+    if hasattr(layer, "mixer"):
+        return dataclasses.replace(layer, mixer=_louder(layer.mixer))
+    return dataclasses.replace(layer, **{n: getattr(layer, n) * 4 for n in ("q", "o") if hasattr(layer, n)})

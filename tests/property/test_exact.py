@@ -11,7 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pairwise import name, pairwise, product
-from told import MODES, NEW, PROMPTS, TEXTS, VOCAB, model, plain, told, unused, with_drafter
+from told import (
+    MODES,
+    NEW,
+    PROMPTS,
+    TEXTS,
+    VOCAB,
+    expect_acceptance,
+    model,
+    plain,
+    told,
+    unused,
+    with_drafter,
+)
 
 import specjax
 from specjax import registry, testing
@@ -48,25 +60,6 @@ def scripted(case, drafter="TOLD"):
     params = told(modes, stop=unused(), at=at, name=drafter)
     for mode, stats in zip(modes, run(params, case, stop=[unused()]), strict=False):
         expect_acceptance(mode, case["k"], at, stats)
-
-
-def expect_acceptance(mode: str, k: int, at: int, s):
-    """Right tokens are accepted, wrong ones are not, and every row keeps its own count."""
-    assert s.proposed > 0
-    if mode == "ALWAYS_RIGHT":
-        assert s.accepted == s.proposed > 0
-        assert s.rounds == -(-(NEW - 1) // (k + 1))
-    elif mode == "ALWAYS_WRONG":  # adversarial: nothing may be accepted
-        assert s.accepted == 0
-        assert s.rounds == NEW - 1
-    elif mode == "EVERY_THIRD_WRONG":
-        assert 0 < s.accepted < s.proposed
-    elif mode == "RANDOM_COUNT":
-        assert s.accepted == s.proposed > 0
-    else:  # the stop id is proposed, refused, and does not end the row
-        assert s.accepted == (0 if at == 0 else s.accepted)
-        assert s.accepted < s.proposed
-        assert at == 0 or s.accepted > 0
 
 
 @pytest.mark.parametrize("case", pairwise(SCRIPTED, one_place_unless_stop_inside), ids=name)
