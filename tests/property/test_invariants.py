@@ -143,6 +143,19 @@ def test_finished_rows_are_frozen(kind, how):
     assert frozen > ROUNDS
 
 
+def test_the_host_ends_the_rows_it_names():
+    """I4, I6: no other row ends, and one that had ended keeps its reason."""
+    state = history("dense", "greedy")[2][0]
+    rows = np.arange(len(PROMPTS)) < 2
+    assert (rows & state.done).any()
+    assert (rows & ~state.done).any()
+    assert (~rows & ~state.done).any()
+    after = rnd.finish(state, jnp.asarray(rows))
+    assert np.array_equal(after.done, state.done | rows)
+    assert np.array_equal(after.reason, np.where(state.done, state.reason, np.where(rows, LENGTH, RUNNING)))
+    assert np.array_equal(after.length, state.length)
+
+
 @CASES
 def test_the_drafter_has_absorbed_what_precedes_the_anchor(kind, how):
     """I3, KVR.3, KVR.4: each position once, with its token, its successor and the features that a fresh pass

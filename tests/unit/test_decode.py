@@ -17,6 +17,7 @@ from tiny_models import (
     ngram_params,
     scores_of,
     target,
+    token,
     told,
     whole_pass,
     with_drafter,
@@ -254,6 +255,23 @@ def test_more_prompts_than_rows():
     again = decode(told(), prompts[::-1], rows=3, max_new_tokens=budgets)
     assert again.tokens == [greedy(p, n)[0] for p, n in zip(prompts[::-1], budgets, strict=True)]
     assert programs.compile_count() == before
+
+
+def test_the_device_is_told_of_a_stop_string(monkeypatch):
+    """STP.1, BAT.4: a row that the host ended drafts no more beside the rows that go on."""
+    stop, ended = decode(target(), PROMPTS[2]).text[4:7], []
+
+    def finish(engine, state, rows, real=programs.Engine.finish):
+        ended.append(rows.tolist())
+        return real(engine, state, rows)
+
+    monkeypatch.setattr(programs.Engine, "finish", finish)
+    out = decode(told(), PROMPTS[:3], stop=stop, rounds=2)
+    hit = [reason == "stop" for reason in out.finish_reason]
+    assert hit[2]
+    assert not all(hit)
+    assert np.any(ended, axis=0).tolist() == hit
+    assert all(end or row == greedy(p, 40)[0] for end, row, p in zip(hit, out.tokens, PROMPTS, strict=False))
 
 
 def test_rows_ended_by_a_stop_string_are_refilled():
@@ -569,17 +587,17 @@ def test_temperature_model_is_greedy_when_the_file_says_so(file):
 # --- penalties and bias
 
 
-def penalised(prompt, n, bias, repetition, presence, frequency):
-    """The definition, token by token."""
+def penalised(prompt, n, bias, repetition, presence, frequency, in_prompt=True):
+    """The definition, token by token; ``in_prompt=False`` forgets that the prompt counts as a repetition."""
     tokens, out = list(prompt), []
     for _ in range(n):
         logits = whole_pass(target(), tokens)[-1].astype(np.float64)
-        for token, value in bias.items():
-            logits[token] += value
-        for token in set(tokens):
-            logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
-        for token in set(out):
-            logits[token] -= presence + frequency * out.count(token)
+        for i, value in bias.items():
+            logits[i] += value
+        for i in set(tokens if in_prompt else out):
+            logits[i] = logits[i] / repetition if logits[i] > 0 else logits[i] * repetition
+        for i in set(out):
+            logits[i] -= presence + frequency * out.count(i)
         out.append(int(np.argmax(logits)))
         tokens.append(out[-1])
     return out
@@ -597,14 +615,15 @@ PENALTIES = {
 @pytest.mark.parametrize("values", PENALTIES.values(), ids=PENALTIES)
 def test_penalties(values):
     """OPT.2, OPT.4: greedy output follows the definition with and without a drafter, and differs from
-    the unpenalised one. Log-probabilities stay raw (LGP.1)."""
-    prompt, bias = PROMPTS[3], {75: 3.0, 263: -1.0}
+    the unpenalised one. Log-probabilities stay raw (LGP.1). The prompt's tokens are ones that the target says."""
+    prompt, bias = [token(w) for w in ("ll", "hello", "12", "e", "c")], {75: 3.0, 263: -1.0}
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     # values that change nothing keep every option compiled in, so that all cases share their programs
     inert = dict(zip(names, (1.0000001, 1e-9, 1e-9), strict=True))
     options = {name: v if v not in (0.0, 1.0) else inert[name] for name, v in zip(names, values, strict=True)}
     expected = penalised(prompt, 40, bias, *values)
     assert expected != greedy(prompt, 40)[0]
+    assert values[0] == 1.0 or expected != penalised(prompt, 40, bias, *values, in_prompt=False)
     right = testing.telling([(prompt, expected)], "ALWAYS_RIGHT", size=CONTEXT, texts=8)
     for params in (target(), ngram_params(), told().replace(drafter=right)):
         out = decode(params, prompt, logit_bias=bias, **options)

@@ -15,9 +15,11 @@ TEXT = np.random.default_rng(0).integers(4, VOCAB, CONTEXT).tolist()
 
 
 def first(params, prompt, **options):
-    """First token, which the prefill itself draws, and its log-probability."""
-    out = specjax.decode(params, prompt, max_new_tokens=1, max_len=CONTEXT, logprobs=True, **options)
-    assert out.stats.rounds == 0  # also where a prompt ends at the very edge of a pass
+    """First token and its log-probability."""
+    options |= {"max_new_tokens": 1, "max_len": CONTEXT, "logprobs": True}
+    out = specjax.decode(params, prompt, **options)
+    # the prefill itself draws it, also where the prompt ends at the very edge of a pass
+    assert specjax.start(params, prompt, **options).length.tolist() == [len(prompt) + 1]
     ((tokens,), (score,)) = out.tokens, out.logprobs
     return tokens, score
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from specjax import registry, testing
+from specjax.core import round as rnd
 from specjax.types import Ctx, TapSpec
 
 VOCAB, SIZE = 20, 32
@@ -116,9 +117,15 @@ def test_sampled_drafts_follow_the_reported_law(ids):
 
 
 def test_sampled_is_a_point_when_greedy():
+    """PEER.7, DST.1: without probabilities the rule is "match", with them it is the ratio test."""
     proposal = drafted(testing.SAMPLED, [[1, 3]], 2, testing.bigram(2, 4))
     assert proposal.q is None
     assert proposal.point is None
+    assert rnd.natural_rule(proposal) == "match"
+    drawn = drafted(
+        testing.SAMPLED, [[1, 3]], 2, testing.bigram(2, 4), keys=jax.random.split(jax.random.key(0), 1)
+    )
+    assert rnd.natural_rule(drawn) == "reject"
 
 
 def _greedy(params, rows, new):
