@@ -17,6 +17,10 @@ TARGETS: dict[str, str] = {
     "qwen3_5_moe_text": "specjax.targets.qwen3_5",
     "gemma3_text": "specjax.targets.gemma3",
     "gemma3": "specjax.targets.gemma3",
+    "gemma4_text": "specjax.targets.gemma4",
+    "gemma4": "specjax.targets.gemma4",
+    "gemma4_unified_text": "specjax.targets.gemma4",
+    "gemma4_unified": "specjax.targets.gemma4",
 }
 
 DRAFTERS: dict[str, str] = {
