@@ -75,22 +75,23 @@ def _step(pair, k: int):
 def forced_rounds(p: Params, prompts, rounds: int, k: int, seed: int = 0):
     """Rounds in which each row's drafts are right up to a random place: a list of (length, anchor, drafts the
     drafter made), and the final state."""
-    budget = (rounds + 1) * (k + 1)
+    rng, seen = np.random.default_rng(seed), []
+    right = rng.choice([0, 0, 0, 1, 1, 2, k], (rounds, len(prompts)))
+    budget = int((right + 1).sum(0).max()) + k + 2
     plain = specjax.decode(target(), prompts, max_new_tokens=budget, ignore_eos=True)
     truth = [[*prompt, *tokens] for prompt, tokens in zip(prompts, plain.tokens, strict=True)]
     state = specjax.start(p, prompts, max_new_tokens=budget, k=k, ignore_eos=True)
-    step, rng, seen = _step(p.meta.pair, k), np.random.default_rng(seed), []
-    for _ in range(rounds):
+    step = _step(p.meta.pair, k)
+    for accepted in right:
         lengths = np.asarray(state.length)
-        told = np.stack([np.resize(t[n : n + k], k) for t, n in zip(truth, lengths, strict=True)])
-        right = rng.integers(0, k + 1, len(prompts))
-        wrong = np.arange(k) >= right[:, None]
+        told = np.stack([t[n : n + k] for t, n in zip(truth, lengths, strict=True)])
+        wrong = np.arange(k) >= accepted[:, None]
         told = np.where(wrong, (told + 1) % VOCAB, told).astype(np.int32)
         before = (lengths, np.asarray(anchors(state)))
         state, drafts, emitted = step(
-            (p.target, p.drafter), state, jnp.asarray(told), jnp.full(right.shape, k, jnp.int32)
+            (p.target, p.drafter), state, jnp.asarray(told), jnp.full(accepted.shape, k, jnp.int32)
         )
-        assert (np.asarray(emitted) == right + 1).all()
+        assert (np.asarray(emitted) == accepted + 1).all()
         seen.append((*before, np.asarray(drafts)))
     return seen, state
 

@@ -30,6 +30,9 @@ def params(kind: str = "fill"):
     return tiny.params(**KINDS[kind])
 
 
+DRAFT = jax.jit(tiny.draft, static_argnums=1)
+
+
 def rows_from(p, state, length, anchor):
     return jax.jit(tiny.dflash_rows)(p, state, tiny.context(length, anchor))
 
@@ -42,9 +45,8 @@ def test_two_hundred_rounds_of_rejections():
     whole = [np.asarray(state.tokens[b, :n]).tolist() for b, n in enumerate(np.asarray(state.length))]
     room = state.tokens.shape[1]  # the same programs as for the short prompts
     fresh = specjax.start(p, whole, max_new_tokens=1, k=k, ignore_eos=True, max_len=room, prefill_chunk=16)
-    draft = jax.jit(tiny.draft, static_argnums=1)
     for length, anchor, drafts in seen:
-        again = draft(p, k, fresh.drafter, tiny.context(length, anchor))
+        again = DRAFT(p, k, fresh.drafter, tiny.context(length, anchor))
         assert again.tokens.tolist() == drafts.tolist()
     ours, theirs = (rows_from(p, s.drafter, state.length, tiny.anchors(state)) for s in (state, fresh))
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
@@ -57,8 +59,8 @@ def test_chunks_of_a_prompt():
     for a, b in zip(one.drafter, many.drafter, strict=True):
         np.testing.assert_allclose(a.k[:, :, :45], b.k[:, :, :45], atol=1e-5)
         np.testing.assert_allclose(a.v[:, :, :45], b.v[:, :, :45], atol=1e-5)
-    first = [specjax.draft_step(p, s)[0].tokens.tolist() for s in (one, many)]
-    assert first[0] == first[1]
+    first = [DRAFT(p, 4, s.drafter, tiny.context(s.length, tiny.anchors(s))).tokens for s in (one, many)]
+    assert first[0].tolist() == first[1].tolist()
 
 
 @pytest.mark.parametrize("mode", ["extend", "verify"])
@@ -133,30 +135,31 @@ def windows(size: int):
     return dataclasses.replace(params().meta.drafter_cfg.body, windows=(None, size))
 
 
-@pytest.mark.parametrize(("kind", "most"), [("fill", 4), ("shift", 4)])
-def test_number_of_proposals(kind, most):
+def test_number_of_proposals():
     """CTX.3: a block of N rows gives N - 1 drafts in layout "fill" and N in "shift", never more; the
     statistics say how many."""
-    p = params(kind)
-    assert dflash.max_k(p.meta.drafter_cfg) == most
+    p, rows = params(), {"fill": 5, "shift": 4}
     out = specjax.decode(p, PROMPTS[0], max_new_tokens=30, ignore_eos=True)
     assert out.tokens == specjax.decode(tiny.target(), PROMPTS[0], max_new_tokens=30, ignore_eos=True).tokens
-    assert len(out.stats.proposed_at) == most
-    with pytest.raises(ValueError, match=f"k={most + 1}.*at most {most}"):
-        specjax.decode(p, PROMPTS[0], k=most + 1)
-    with pytest.raises(ValueError, match=f"k must be from 1 to {most}"):
-        dataclasses.replace(p.meta.drafter_cfg, k=most + 1)
+    assert len(out.stats.proposed_at) == 4
+    for layout, n in rows.items():
+        p = params(layout)
+        assert (p.meta.drafter_cfg.rows, dflash.max_k(p.meta.drafter_cfg)) == (n, 4)
+        with pytest.raises(ValueError, match=r"k=5.*at most 4"):
+            specjax.decode(p, PROMPTS[0], k=5)
+        with pytest.raises(ValueError, match="k must be from 1 to 4"):
+            dataclasses.replace(p.meta.drafter_cfg, k=5)
 
 
 def test_fewer_drafts_are_the_first_of_many():
     """All rows run however many drafts are wanted."""
     p = params()
-    state = specjax.start(p, PROMPTS, max_new_tokens=8)
-    whole, part = (specjax.draft_step(p, state, k=k)[0].tokens for k in (4, 2))
+    state = dflash.init_state(p.meta.drafter_cfg, 3, 8, 5, jnp.float32)
+    whole, part = (DRAFT(p, k, state, tiny.context([3, 1, 2], [1, 2, 3])).tokens for k in (4, 2))
     assert whole[:, :2].tolist() == part.tolist()
 
 
-@pytest.mark.parametrize("kind", ["fill", "reduced", "dflash2"])
+@pytest.mark.parametrize("kind", ["fill", "reduced"])
 def test_q_is_what_was_sampled(kind):
     """Every draft is the arg-max of log q plus its own noise; rows at temperature 0 are points, and of a reduced
     vocabulary q stays in it."""
@@ -165,41 +168,20 @@ def test_q_is_what_was_sampled(kind):
     temperature = jnp.array([1.0, 0.0, 0.5, 2.0, 1.0, 1.0])
     state = dflash.init_state(p.meta.drafter_cfg, rows, 8, 5, jnp.float32)
     ctx = tiny.context([3] * rows, [1, 1, 2, 3, 4, 4], temperature)
-    got = jax.jit(tiny.draft, static_argnums=1)(p, k, state, ctx, keys)
+    got = DRAFT(p, k, state, ctx, keys)
     assert got.point.tolist() == [t == 0 for t in temperature.tolist()]
     np.testing.assert_allclose(got.q.sum(-1), 1, atol=1e-5)
-    noise = np.stack(
-        [[jax.random.gumbel(jax.random.fold_in(key, t), (noise_size(p),)) for t in range(k)] for key in keys]
-    )
-    with np.errstate(divide="ignore"):
-        drawn = drawn_ids(p, np.asarray(got.q), noise)
     ids = np.arange(tiny.VOCAB) if got.q_ids is None else np.asarray(got.q_ids)
+    drawn = noisy(keys, got.q, range(len(ids)))
     assert ids[drawn].tolist() == got.tokens.tolist()
 
 
-def noise_size(p) -> int:
-    cfg = p.meta.drafter_cfg
-    return cfg.selector.top if cfg.selector else cfg.draft_vocab or cfg.vocab
-
-
-def drawn_ids(p, q, noise):
-    """Arg-max of log q plus noise; a selector's noise is for its candidates, in the order of their logits."""
-    if p.meta.drafter_cfg.selector is None:
-        return np.argmax(np.log(q) + noise, -1)
-    assert ((q > 0).sum(-1) <= p.meta.drafter_cfg.selector.top).all()
-    return np.asarray(jnp.asarray(_selected(p, q, noise)))
-
-
-def _selected(p, q, noise):
-    rows = tiny.dflash_rows(
-        p,
-        dflash.init_state(p.meta.drafter_cfg, 6, 8, 5, jnp.float32),
-        tiny.context([3] * 6, [1, 1, 2, 3, 4, 4]),
-    )
-    logits = dflash.unembed(p.drafter, tiny.shared(p), p.meta.drafter_cfg, rows)
-    ids = np.asarray(jax.lax.top_k(logits, p.meta.drafter_cfg.selector.top)[1])
-    best = np.argmax(np.log(np.take_along_axis(q, ids, -1)) + noise, -1)
-    return np.take_along_axis(ids, best[..., None], -1)[..., 0]
+def noisy(keys, q, places):
+    """Arg-max of log q plus each row's and step's noise."""
+    shape = (len(places),)
+    noise = [[jax.random.gumbel(jax.random.fold_in(key, t), shape) for t in range(4)] for key in keys]
+    with np.errstate(divide="ignore"):
+        return np.argmax(np.log(np.asarray(q)) + np.asarray(noise), -1)
 
 
 def test_selector_scores_follow_the_chosen_path():
@@ -209,7 +191,7 @@ def test_selector_scores_follow_the_chosen_path():
     hidden = rng.standard_normal((rows, 4, 32)).astype(np.float32)
     logits = rng.standard_normal((rows, 4, tiny.VOCAB)).astype(np.float32)
     keys, temperature = jax.random.split(jax.random.key(3), rows), jnp.linspace(0.5, 1.5, rows)
-    tokens, q = dflash2.walk(
+    tokens, q = jax.jit(dflash2.walk, static_argnums=1)(
         selector, cfg, jnp.asarray(hidden), jnp.asarray(logits), jnp.arange(rows), keys, temperature
     )
     before, after, project = (
@@ -223,6 +205,9 @@ def test_selector_scores_follow_the_chosen_path():
         expected = np.zeros(tiny.VOCAB)
         expected[ids] = weight / weight.sum()
         np.testing.assert_allclose(q[b, t], expected, atol=1e-4)
+    best = np.asarray(jax.lax.top_k(logits, cfg.top)[1])
+    drawn = noisy(keys, np.take_along_axis(np.asarray(q), best, -1), range(cfg.top))
+    assert np.take_along_axis(best, drawn[..., None], -1)[..., 0].tolist() == tokens.tolist()
 
 
 def test_reduced_vocabulary_decodes_exactly():
@@ -232,8 +217,9 @@ def test_reduced_vocabulary_decodes_exactly():
     p = p.replace(drafter=p.drafter.replace(d2t=jnp.asarray(ids - np.arange(10), jnp.int32)))
     plain = specjax.decode(tiny.target(), PROMPTS[0], max_new_tokens=30, ignore_eos=True)
     assert specjax.decode(p, PROMPTS[0], max_new_tokens=30, ignore_eos=True).tokens == plain.tokens
-    state = specjax.start(p, PROMPTS, max_new_tokens=25, temperature=1.0, seed=4)
-    proposal, _ = specjax.draft_step(p, state)
+    dstate = dflash.init_state(p.meta.drafter_cfg, 2, 8, 5, jnp.float32)
+    ctx = tiny.context([3, 3], [1, 2], jnp.array([1.0, 0.5]))
+    proposal = DRAFT(p, 4, dstate, ctx, jax.random.split(jax.random.key(0), 2))
     assert set(np.asarray(proposal.tokens).ravel().tolist()) <= set(ids.tolist())
     assert proposal.q_ids.tolist() == ids.tolist()
 
