@@ -321,9 +321,6 @@ PLANTED = {
     "block: the ratio test's residual": (
         "sharp", "block", "one temperature", accept_module, "_extra", lambda *a: right_extra(*a[:-1], a[-1] * 0 + 1),
     ),
-    "block: drafts count as certain": (
-        "sampled", "block", "temperature", accept_module, "_draft_probability", lambda p: jnp.ones(p.tokens.shape),
-    ),
     "block: keys do not tell rounds apart": (
         "sharp", "block", "one temperature", smp, "round_keys", lambda keys, length: keys,
     ),

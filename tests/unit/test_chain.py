@@ -197,7 +197,7 @@ def test_a_wider_liar_in_front():
     assert out.total.accepted_by == (0,)
 
 
-@pytest.mark.parametrize("rule", ["reject", "block"])
+@pytest.mark.parametrize("rule", [pytest.param("reject", marks=pytest.mark.long), "block"])
 def test_sampled_rows_of_both_kinds(rule):
     """DST.1: copied rows are points, drawn ones are kept as drawn."""
     params = with_itself()
