@@ -1,0 +1,182 @@
+"""DeepSeek-V3 targets and Kimi-K2, K2.5 (the same network): latent attention, experts chosen in groups.
+
+Checkpoint format: Hugging Face ``DeepseekV3ForCausalLM``, and the text part of ``Kimi_K25ForConditionalGeneration``;
+unquantised weights only.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from specjax.core.cache import DenseKV
+from specjax.layers import latent
+from specjax.layers.attention import causal
+from specjax.layers.linear import linear
+from specjax.layers.norm import rms_norm
+from specjax.layers.rope import rope_angles
+from specjax.layers.router import route_groups
+from specjax.targets.deepseek_config import Config, config
+from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
+from specjax.types import ArraySpec, KVView, Mode, Shared, TapSpec, TargetOut
+
+__all__ = [
+    "PREFIXES", "Config", "Weights", "abstract", "commit", "config", "forward", "init_cache", "kv_view",
+    "min_resume", "shared", "skipped", "unembed",
+]  # fmt: skip
+
+#: The text part of a multimodal checkpoint; transformers 5.24 writes ``blocks`` where published files say ``layers``.
+PREFIXES = {"language_model.model.blocks.": "model.layers.", "language_model.": ""}
+
+#: Of the norms between the low-rank projections, whatever the config says of the others: as these were trained.
+LOW_RANK_EPS = 1e-6
+
+
+def skipped(cfg: Config) -> dict[str, str]:
+    """Tensors of a checkpoint that are not read, by the beginning of their names, with the reason."""
+    mtp = range(cfg.num_layers, cfg.num_layers + cfg.mtp_layers)
+    image = dict.fromkeys(
+        ("vision_tower.", "mm_projector.", "model.mm_projector."), "image encoder; text only"
+    )
+    reason = "multi-token prediction: a drafter's weights, not the target's"
+    return image | {f"model.layers.{i}.": reason for i in mtp}
+
+
+@struct.dataclass
+class Layer:
+    """Weights of one decoder layer. ``R`` query rank (or D), ``L`` rank of the latent."""
+
+    attn_norm: Float[Array, " D"]
+    q_down: Float[Array, "R D"] | None
+    q_norm: Float[Array, " R"] | None
+    q: Float[Array, "H C R"]  # C: channels without position, then those with
+    kv_down: Float[Array, "Lr D"]  # latent, then the channels with position that all key heads share
+    kv_norm: Float[Array, " L"]
+    kv_up: Float[Array, "H Ckv L"]  # channels of the key without position, then the value
+    o: Float[Array, "D H Cv"]
+    mlp_norm: Float[Array, " D"]
+    mlp: Dense | Moe
+
+
+@struct.dataclass
+class Weights:
+    """All weights of the model; ``head`` is None when tied to ``embed``."""
+
+    embed: Float[Array, "V D"]
+    layers: tuple[Layer, ...]
+    norm: Float[Array, " D"]
+    head: Float[Array, "V D"] | None
+
+
+def abstract(cfg: Config) -> Weights:
+    """Weight struct of ArraySpecs."""
+    table = ((cfg.vocab_size, cfg.hidden_size), ("vocab", None))
+    return Weights(
+        embed=ArraySpec(*table, ("model.embed_tokens.weight",)),
+        layers=tuple(_abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers)),
+        norm=ArraySpec((cfg.hidden_size,), (None,), ("model.norm.weight",), "ones"),
+        head=None if cfg.tied else ArraySpec(*table, ("lm_head.weight",)),
+    )
+
+
+def _abstract_layer(cfg: Config, index: int, prefix: str) -> Layer:
+    d = cfg.hidden_size
+    norm = lambda name: ArraySpec((d,), (None,), (f"{prefix}{name}.weight",), "ones")  # noqa: E731
+    dense = index < cfg.dense_layers
+    return Layer(
+        attn_norm=norm("input_layernorm"),
+        **latent.specs(cfg.latent, cfg.heads, d, prefix + "self_attn."),
+        mlp_norm=norm("post_attention_layernorm"),
+        mlp=dense_specs(d, cfg.dense_size, prefix + "mlp.") if dense else _abstract_moe(cfg, prefix + "mlp."),
+    )
+
+
+def _abstract_moe(cfg: Config, prefix: str) -> Moe:
+    bias = ArraySpec(
+        (cfg.experts,), (None,), (prefix + "gate.e_score_correction_bias",), "zeros", dtype="float32"
+    )
+    beside = dense_specs(cfg.hidden_size, cfg.shared_size, prefix + "shared_experts.")
+    specs = moe_specs(cfg.hidden_size, cfg.expert_size, cfg.experts, prefix)
+    return dataclasses.replace(specs, bias=bias, shared=beside if cfg.shared_size else None)
+
+
+def init_cache(cfg: Config, rows: int, slots: int, q_max: int, dtype: Any) -> tuple[DenseKV, ...]:
+    """The latent and the key channels with position, per layer: nothing per head."""
+    del q_max
+    return tuple(latent.create_cache(cfg.latent, rows, slots, dtype) for _ in range(cfg.num_layers))
+
+
+def forward(
+    p: Weights,
+    cfg: Config,
+    tokens: Int[Array, "B Q"],
+    pos: Int[Array, "B Q"],
+    valid: Int[Array, " B"],
+    cache: tuple[DenseKV, ...],
+    taps: TapSpec,
+    mode: Mode,
+) -> TargetOut:
+    """One pass over Q contiguous positions per row."""
+    x = p.embed[tokens]
+    angles = rope_angles(cfg.rope, pos)
+    route = functools.partial(_route, cfg)
+    kept, new_cache = {}, []
+    for i, (layer, kv) in enumerate(zip(p.layers, cache, strict=True)):
+        if i in taps.taps:
+            kept[i] = x
+        normed = rms_norm(x, layer.attn_norm, cfg.eps)
+        key, low = latent.keys_values(layer, cfg.latent, LOW_RANK_EPS, normed, angles)
+        keys, lows, key_pos, kv = kv.extend(key, low, pos, valid, mode)
+        visible = causal(pos, key_pos)
+        x = x + latent.mix(layer, cfg.latent, LOW_RANK_EPS, normed, angles, (keys, lows), visible)
+        x = x + feed_forward(layer.mlp, rms_norm(x, layer.mlp_norm, cfg.eps), route)
+        new_cache.append(kv)
+    if cfg.num_layers in taps.taps:
+        kept[cfg.num_layers] = x
+    return TargetOut(rms_norm(x, p.norm, cfg.eps), kept, tuple(new_cache))
+
+
+def _route(cfg: Config, rows: Float[Array, "N D"], mlp: Moe):
+    return route_groups(
+        rows,
+        mlp.router,
+        mlp.bias,
+        cfg.experts_per_token,
+        cfg.groups,
+        cfg.kept_groups,
+        cfg.norm_topk,
+        cfg.routed_scale,
+    )
+
+
+def commit(cfg: Config, cache: tuple[DenseKV, ...], emitted: Int[Array, " B"]) -> tuple[DenseKV, ...]:
+    """Dense caches need nothing: visibility follows the length."""
+    del cfg, emitted
+    return cache
+
+
+def unembed(p: Weights, cfg: Config, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
+    """float32 logits."""
+    del cfg
+    return linear(hidden, p.embed if p.head is None else p.head, out_dtype=jnp.float32)
+
+
+def shared(p: Weights, cfg: Config) -> Shared:
+    """Embedding and head lent to drafters."""
+    del cfg
+    return Shared(p.embed, p.embed if p.head is None else p.head)
+
+
+def kv_view(p: Weights, cfg: Config, cache: tuple[DenseKV, ...], kind: str) -> KVView:
+    """Refused: a latent cache keeps no keys and values of heads."""
+    del p, cfg, cache
+    raise ValueError(f"this target keeps latents, not keys and values: it lends none to drafters ({kind!r})")
+
+
+def min_resume(cfg: Config, high_water: int) -> int:
+    """A dense cache can be cut back to any length."""
+    del cfg, high_water
+    return 1
