@@ -206,11 +206,16 @@ def check_generation(few, folder, model, monkeypatch, **settings):
 
 
 def test_generation_accepts_the_same_counts(few, tmp_path, monkeypatch):
-    """PEER.9: anchor, masks, positions and context are the package's, round after round. CKP.1: the comparison
-    notices a wrong layout and a tap off by one."""
+    """PEER.9: anchor, masks, positions and context are the package's, round after round."""
+    check_generation(few, tmp_path / "d", drafter("sliding", vocab=FEW, seed=5), monkeypatch)
+
+
+@pytest.mark.long
+def test_accepted_counts_show_faults(few, tmp_path, monkeypatch):
+    """CKP.1: the comparison notices a wrong layout, a tap off by one and another mask id."""
     model = drafter("sliding", vocab=FEW, seed=5)
     found, right = check_generation(few, tmp_path / "d", model, monkeypatch)
-    for change in ({"layout": "shift"}, {"taps": tuple(t - 1 for t in found.cfg.taps)}):
+    for change in ({"layout": "shift"}, {"taps": tuple(t - 1 for t in found.cfg.taps)}, {"mask_id": 0}):
         wrong, _ = ref.attach(few, tmp_path / "d", k=4, **change)
         assert our_counts(wrong, PROMPT, BUDGET)[1] != right
 
