@@ -85,6 +85,7 @@ def test_full_forward(case):
     feeding.whole(*case)
 
 
+@pytest.mark.parametrize("case", ["dense"], indirect=True)
 def test_one_position_at_a_time(case):
     feeding.one_by_one(*case)
 
