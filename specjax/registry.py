@@ -29,6 +29,7 @@ TARGETS: dict[str, str] = {
 DRAFTERS: dict[str, str] = {
     "ngram": "specjax.drafters.ngram",
     "eagle3": "specjax.drafters.eagle3",
+    "mtp": "specjax.drafters.mtp",
     "dflash": "specjax.drafters.dflash",
     "dspark": "specjax.drafters.dspark",
     "draft_model": "specjax.drafters.draft_model",

@@ -12,18 +12,18 @@ Paper: EAGLE-3, Li et al., arXiv 2503.01840. The 3.1 variant (norms per tap, rec
 2605.09992.
 """
 
+import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from specjax.core.cache import DenseKV, RingKV
-from specjax.drafters import eagle3_model as model
+from specjax.drafters import eagle3_model as model, serial
 from specjax.drafters.eagle3_config import Config, config, tiny
 from specjax.drafters.eagle3_model import Place, Weights, abstract
-from specjax.drafters.pick import pick, sampling
+from specjax.drafters.pick import sampling
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
 
 __all__ = [
@@ -74,38 +74,18 @@ def absorb(p: Weights, shared: Shared, cfg: Config, dstate: State, block: Absorb
 def draft(
     p: Weights, shared: Shared, cfg: Config, k: int, dstate: State, ctx: Ctx, keys: Array | None
 ) -> tuple[Proposal, State]:
-    """``k`` tokens per row; with probabilistic drafting also the distributions they were drawn from.
+    """``k`` tokens per row; with probabilistic drafting also the distributions they were drawn from."""
 
-    Pair i of the round is (state after i drafts, draft i) at position ``length - 2 + i``.
-    """
-    keys = keys if sampling(cfg.drafting, keys) else None
-    ids = model.target_ids(p, cfg)
-
-    def choose(state, step):
-        token, q = pick(model.logits(p, shared, cfg, state), keys, step, ctx.temperature)
-        return (token if ids is None else ids[token]), q
-
-    def advance(carry, step):
-        state, cache, token = carry
-        at = Place(ctx.length[:, None] - 2 + step, jnp.ones_like(token), jnp.zeros_like(token), "verify")
+    def advance(token, state, pos, cache):
+        at = Place(pos, jnp.ones_like(token), jnp.zeros_like(token), "verify")
         embedded, feature = model.embed(p, shared, token[:, None]), state[:, None].astype(p.norm.dtype)
         out, cache = model.run(p, cfg, embedded, feature, at, cache)
-        state = model.recycled(p, cfg, out).astype(state.dtype)
-        token, q = choose(state, step)
-        return (state, cache, token), (token, q)
+        return model.recycled(p, cfg, out).astype(state.dtype), cache
 
-    first = choose(dstate.feedback, 0)
-    carry = (dstate.feedback, dstate.cache, first[0])
-    (_, cache, _), rest = jax.lax.scan(advance, carry, jnp.arange(1, k, dtype=jnp.int32))
-    tokens, q = jax.tree.map(lambda a, b: jnp.concatenate([a[:, None], b.swapaxes(0, 1)], 1), first, rest)
-    return _proposal(tokens, q, ids, ctx), State(cache, dstate.feedback)
-
-
-def _proposal(tokens: Int[Array, "B K"], q, ids, ctx: Ctx) -> Proposal:
-    count = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
-    if q is None or ctx.temperature is None:
-        return Proposal(tokens, count)
-    return Proposal(tokens, count, q=q, q_ids=ids, point=ctx.temperature <= 0)
+    keys = keys if sampling(cfg.drafting, keys) else None
+    logits, ids = functools.partial(model.logits, p, shared, cfg), model.target_ids(p, cfg)
+    proposal, cache = serial.draft(k, dstate.feedback, dstate.cache, logits, advance, ids, ctx, keys)
+    return proposal, State(cache, dstate.feedback)
 
 
 def min_resume(cfg: Config, high_water: int) -> int:

@@ -24,8 +24,8 @@ from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
 from specjax.types import ArraySpec, KVView, Mode, Shared, TapSpec, TargetOut
 
 __all__ = [
-    "PREFIXES", "Config", "Weights", "abstract", "commit", "config", "forward", "init_cache", "kv_view",
-    "min_resume", "shared", "skipped", "unembed",
+    "LOW_RANK_EPS", "PREFIXES", "Config", "Weights", "abstract", "abstract_layer", "choose_experts", "commit",
+    "config", "forward", "init_cache", "kv_view", "min_resume", "shared", "skipped", "unembed",
 ]  # fmt: skip
 
 #: The text part of a multimodal checkpoint; transformers 5.24 writes ``blocks`` where published files say ``layers``.
@@ -76,13 +76,14 @@ def abstract(cfg: Config) -> Weights:
     table = ((cfg.vocab_size, cfg.hidden_size), ("vocab", None))
     return Weights(
         embed=ArraySpec(*table, ("model.embed_tokens.weight",)),
-        layers=tuple(_abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers)),
+        layers=tuple(abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers)),
         norm=ArraySpec((cfg.hidden_size,), (None,), ("model.norm.weight",), "ones"),
         head=None if cfg.tied else ArraySpec(*table, ("lm_head.weight",)),
     )
 
 
-def _abstract_layer(cfg: Config, index: int, prefix: str) -> Layer:
+def abstract_layer(cfg: Config, index: int, prefix: str) -> Layer:
+    """Specs of one layer under ``prefix`` ("model.layers.3.")."""
     d = cfg.hidden_size
     norm = lambda name: ArraySpec((d,), (None,), (f"{prefix}{name}.weight",), "ones")  # noqa: E731
     dense = index < cfg.dense_layers
@@ -122,7 +123,7 @@ def forward(
     """One pass over Q contiguous positions per row."""
     x = p.embed[tokens]
     angles = rope_angles(cfg.rope, pos)
-    route = functools.partial(_route, cfg)
+    route = functools.partial(choose_experts, cfg)
     kept, new_cache = {}, []
     for i, (layer, kv) in enumerate(zip(p.layers, cache, strict=True)):
         if i in taps.taps:
@@ -139,7 +140,8 @@ def forward(
     return TargetOut(rms_norm(x, p.norm, cfg.eps), kept, tuple(new_cache))
 
 
-def _route(cfg: Config, rows: Float[Array, "N D"], mlp: Moe):
+def choose_experts(cfg: Config, rows: Float[Array, "N D"], mlp: Moe):
+    """Weights and ids of the experts of each row."""
     return route_groups(
         rows,
         mlp.router,

@@ -28,8 +28,8 @@ from specjax.targets.qwen3_5_config import Config, config
 from specjax.types import ArraySpec, KVView, Mode, Shared, TapSpec, TargetOut
 
 __all__ = [
-    "PREFIXES", "Config", "Weights", "abstract", "commit", "config", "forward", "init_cache", "kv_view",
-    "min_resume", "shared", "skipped", "unembed",
+    "PREFIXES", "Config", "Weights", "abstract", "abstract_layer", "choose_experts", "commit", "config", "forward",
+    "init_cache", "keys_values", "kv_view", "min_resume", "mix", "shared", "skipped", "unembed",
 ]  # fmt: skip
 
 #: The text part of a multimodal checkpoint.
@@ -97,7 +97,7 @@ def abstract(cfg: Config) -> Weights:
     table = ((cfg.vocab_size, cfg.hidden_size), ("vocab", None))
     return Weights(
         embed=ArraySpec(*table, ("model.embed_tokens.weight",)),
-        layers=tuple(_abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers)),
+        layers=tuple(abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers)),
         norm=_norm("model.norm", cfg.hidden_size),
         head=None if cfg.tied else ArraySpec(*table, ("lm_head.weight",)),
     )
@@ -107,7 +107,8 @@ def _norm(name: str, size: int) -> ArraySpec:
     return ArraySpec((size,), (None,), (name + ".weight",), "zeros")
 
 
-def _abstract_layer(cfg: Config, index: int, prefix: str) -> Layer:
+def abstract_layer(cfg: Config, index: int, prefix: str) -> Layer:
+    """Specs of one layer under ``prefix`` ("model.layers.3.")."""
     return Layer(
         attn_norm=_norm(prefix + "input_layernorm", cfg.hidden_size),
         mixer=(
@@ -208,7 +209,7 @@ def forward(
     """One pass over Q contiguous positions per row."""
     x = p.embed[tokens]
     angles = rope_angles(cfg.rope, pos)
-    choose = lambda rows, mlp: route(rows, mlp.router, cfg.experts_per_token, True)  # noqa: E731
+    choose = functools.partial(choose_experts, cfg)
     kept, new_cache = {}, []
     for i, (layer, held) in enumerate(zip(p.layers, cache, strict=True)):
         if i in taps.taps:
@@ -226,13 +227,32 @@ def forward(
     return TargetOut(rms_norm_offset(x, p.norm, cfg.eps), kept, tuple(new_cache))
 
 
+def choose_experts(cfg: Config, rows: Float[Array, "N D"], mlp: Moe):
+    """Weights and ids of the experts of each row."""
+    return route(rows, mlp.router, cfg.experts_per_token, True)
+
+
 def _attention(w: Attention, cfg: Config, x, pos, valid, kv: DenseKV, angles, mode: Mode):
+    *cached, kv = kv.extend(*keys_values(w, cfg, x, angles), pos, valid, mode)
+    return mix(w, cfg, x, pos, angles, cached), kv
+
+
+def keys_values(
+    w: Attention, cfg: Config, x: Float[Array, "B Q D"], angles
+) -> tuple[Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
+    """Rotated keys, and values."""
+    return rotate(rms_norm_offset(linear(x, w.k), w.k_norm, cfg.eps), *angles), linear(x, w.v)
+
+
+def mix(
+    w: Attention, cfg: Config, x: Float[Array, "B Q D"], pos: Int[Array, "B Q"], angles, cached
+) -> Float[Array, "B Q D"]:
+    """Gated attention of the rows ``x`` over ``cached``: keys, values and the position of each key."""
     q, gate = jnp.split(linear(x, w.q), 2, -1)
     q = rotate(rms_norm_offset(q, w.q_norm, cfg.eps), *angles)
-    k = rotate(rms_norm_offset(linear(x, w.k), w.k_norm, cfg.eps), *angles)
-    keys, values, key_pos, kv = kv.extend(k, linear(x, w.v), pos, valid, mode)
+    keys, values, key_pos = cached
     out = attend(q, keys, values, pos, key_pos, cfg.head_dim**-0.5) * jax.nn.sigmoid(gate)
-    return _output(out, w.o), kv
+    return _output(out, w.o)
 
 
 def _delta(w: Delta, cfg: Config, x, valid, memory: Recurrent, mode: Mode):

@@ -1,0 +1,154 @@
+"""Settings of a native MTP drafter and whether they fit the target."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from specjax import registry
+from specjax.drafters.pick import Drafting
+from specjax.drafters.vocab import check_vocab
+from specjax.targets import deepseek_config, qwen3_5_config
+
+#: Families whose checkpoints have such a layer, by the config of the model it belongs to.
+FAMILIES = (qwen3_5_config.Config, deepseek_config.Config)
+_KNOWN = {"family", "model", "k", "drafting", "own_embed", "own_head", "draft_vocab", "eos_ids"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Frozen settings. ``model``: config of the family, of the one layer that drafts; ``vocab_size`` the target's.
+
+    ``draft_ids``: target ids that are drafted, ascending; None: all.
+    """
+
+    family: str
+    model: Any
+    vocab_size: int
+    k: int = 1
+    drafting: Drafting = "probabilistic"
+    own_embed: bool = False
+    own_head: bool = False
+    draft_ids: tuple[int, ...] | None = None
+
+    @property
+    def head_rows(self) -> int:
+        """Ids that target and head both have."""
+        return min(self.model.vocab_size, self.vocab_size) if self.own_head else self.vocab_size
+
+    def __post_init__(self):
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise ValueError(f"k must be a whole number of at least 1, got {self.k!r}")
+        if self.drafting not in get_args(Drafting):
+            raise ValueError(f"drafting must be one of {get_args(Drafting)}, got {self.drafting!r}")
+
+
+def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:
+    """Config from settings, checked against the target.
+
+    ``family`` and ``model``: the model in whose checkpoint the layer lies, by name and config. ``k``, ``drafting``.
+    ``own_embed``, ``own_head``: tables that are not the target's. ``draft_vocab``: how many of the lowest ids, or
+    which ids, are drafted; ``eos_ids`` are drafted as well.
+
+    Raises ValueError for another setting and for whatever does not fit, naming both sides.
+    """
+    if unknown := sorted(set(settings) - _KNOWN):
+        raise ValueError(f"the MTP drafter has no setting(s) {unknown}; known: draft_vocab, drafting, k")
+    if not {"family", "model"} <= set(settings):
+        raise ValueError("the MTP drafter is part of a target's checkpoint; settings alone are not enough")
+    model = settings["model"]
+    if not isinstance(model, FAMILIES):
+        raise ValueError(
+            f"no layer for multi-token prediction is known of the family {settings['family']!r}; known: Qwen3.5, "
+            "Qwen3.6, DeepSeek-V3, Kimi-K2"
+        )
+    if model.hidden_size != target_cfg.hidden_size:
+        raise ValueError(
+            f"the MTP layer is {model.hidden_size} wide, this target {target_cfg.hidden_size}: it belongs to another "
+            "model"
+        )
+    check_vocab("mtp", model.vocab_size, target_cfg.vocab_size)
+    given = {key: settings[key] for key in ("k", "drafting", "own_embed", "own_head") if key in settings}
+    out = Config(
+        family=settings["family"],
+        model=_one_layer(model),
+        vocab_size=target_cfg.vocab_size,
+        **given,
+    )
+    ids = _draft_ids(settings.get("draft_vocab"), settings.get("eos_ids", ()), out.head_rows)
+    return dataclasses.replace(out, draft_ids=ids)
+
+
+def _one_layer(model: Any) -> Any:
+    """The config of a model that is this one layer: full attention, and experts if the model has any."""
+    if isinstance(model, deepseek_config.Config):
+        return dataclasses.replace(model, num_layers=1, dense_layers=0, mtp_layers=0)
+    return dataclasses.replace(model, num_layers=1, full=(True,))
+
+
+def _draft_ids(asked: Any, eos_ids: Iterable[int], vocab: int) -> tuple[int, ...] | None:
+    """Ids of the draft vocabulary; None when it is the whole."""
+    if asked is None:
+        return None
+    count = isinstance(asked, int | np.integer) and not isinstance(asked, bool)
+    if not count and (isinstance(asked, str | Mapping) or not hasattr(asked, "__iter__")):
+        raise ValueError(f"draft_vocab must be a number of ids or a list of ids, got {asked!r}")
+    ids = {int(i) for i in (range(asked) if count else asked)}
+    if not ids:
+        raise ValueError("draft_vocab must have at least one id")
+    if min(ids) < 0 or max(ids) >= vocab:
+        raise ValueError(f"draft_vocab names ids from {min(ids)} to {max(ids)}, the head's are [0, {vocab})")
+    ids |= {i for i in eos_ids if 0 <= i < vocab}
+    return None if len(ids) == vocab else tuple(sorted(ids))
+
+
+def most_frequent(texts: Iterable[Sequence[int]], count: int) -> list[int]:
+    """The ``count`` token ids that occur most often in ``texts``, ascending; of equally frequent ones the lower.
+
+    What ``draft_vocab`` takes: ``most_frequent((tokenizer.encode(t) for t in texts), 32_000)``. Fewer are given
+    when there are no more.
+    """
+    seen: dict[int, int] = {}
+    for text in texts:
+        for token, n in zip(*np.unique(np.asarray(text, np.int64), return_counts=True), strict=True):
+            seen[int(token)] = seen.get(int(token), 0) + int(n)
+    return sorted(sorted(seen, key=lambda token: (-seen[token], token))[:count])
+
+
+def from_json(data: Mapping[str, Any], target_cfg: Any) -> Config:
+    """Config from a saved one. The family must be a registered one: a file does not choose what is imported."""
+    from specjax.config import from_dict
+
+    del target_cfg
+    if data["family"] not in registry.TARGETS:
+        raise ValueError(f"MTP layer of family {data['family']!r}; known: {', '.join(registry.TARGETS)}")
+    fields = {
+        **data,
+        "model": from_dict(registry.target(data["family"]).Config, data["model"]),
+        "draft_ids": None if data.get("draft_ids") is None else tuple(data["draft_ids"]),
+    }
+    return Config(**fields)
+
+
+def tiny(target_cfg: Any) -> Config:
+    """A Qwen3.5 layer as wide as the target, three drafts of its single layer."""
+    hf = {
+        "model_type": "qwen3_5_text",
+        "vocab_size": target_cfg.vocab_size,
+        "hidden_size": target_cfg.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 16,
+        "max_position_embeddings": target_cfg.max_positions,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 1,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 2,
+        "rope_theta": 10000.0,
+    }
+    model = qwen3_5_config.config(hf)
+    return config({"family": "qwen3_5_text", "model": model, "k": 3}, target_cfg)

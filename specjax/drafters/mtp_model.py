@@ -1,0 +1,145 @@
+"""The network of an MTP drafter: a decoder layer of the target's own kind behind a projection of (token, hidden
+state) pairs. Names below are those of Qwen checkpoints; files that name it otherwise are renamed when read.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from specjax.core.cache import DenseKV
+from specjax.drafters.mtp_config import Config
+from specjax.layers import latent
+from specjax.layers.attention import causal
+from specjax.layers.linear import linear
+from specjax.layers.norm import rms_norm, rms_norm_offset
+from specjax.layers.rope import rope_angles
+from specjax.targets import deepseek, qwen3_5
+from specjax.targets.ffn import feed_forward
+from specjax.types import ArraySpec, Mode, Shared
+
+
+@struct.dataclass
+class Weights:
+    """All weights. Borrowed tables are None."""
+
+    embed_norm: Float[Array, " D"]
+    hidden_norm: Float[Array, " D"]
+    fc: Float[Array, "D W"]  # W = 2 D: the embedding, then the hidden state
+    layer: Any  # qwen3_5.Layer or deepseek.Layer
+    norm: Float[Array, " D"]
+    embed: Float[Array, "V D"] | None
+    head: Float[Array, "V D"] | None
+
+
+def _has_latent(cfg: Config) -> bool:
+    return isinstance(cfg.model, deepseek.Config)
+
+
+def abstract(cfg: Config) -> Weights:
+    """Weight struct of ArraySpecs."""
+    d, family = cfg.model.hidden_size, deepseek if _has_latent(cfg) else qwen3_5
+    init = "ones" if _has_latent(cfg) else "zeros"  # the others are stored minus one
+    norm = lambda name: ArraySpec((d,), (None,), (f"{name}.weight",), init)  # noqa: E731
+    table = lambda name: ArraySpec((cfg.model.vocab_size, d), ("vocab", None), (f"{name}.weight",))  # noqa: E731
+    return Weights(
+        embed_norm=norm("pre_fc_norm_embedding"),
+        hidden_norm=norm("pre_fc_norm_hidden"),
+        fc=ArraySpec((d, 2 * d), (None, None), ("fc.weight",)),
+        layer=family.abstract_layer(cfg.model, 0, "layers.0."),
+        norm=norm("norm"),
+        embed=table("embed_tokens") if cfg.own_embed else None,
+        head=table("lm_head") if cfg.own_head else None,
+    )
+
+
+def create_cache(cfg: Config, rows: int, slots: int, dtype: Any) -> DenseKV:
+    """One slot per position: keys and values of the heads, or the latent."""
+    if _has_latent(cfg):
+        return latent.create_cache(cfg.model.latent, rows, slots, dtype)
+    return DenseKV.create(rows, cfg.model.kv_heads, slots, cfg.model.head_dim, dtype)
+
+
+def embed(p: Weights, shared: Shared, tokens: Int[Array, "B Q"]) -> Float[Array, "B Q D"]:
+    """Table rows; ids beyond a smaller table take its last row."""
+    table = shared.embed if p.embed is None else p.embed
+    return table[jnp.minimum(tokens, table.shape[0] - 1)].astype(p.norm.dtype)
+
+
+class Place(NamedTuple):
+    """Where a block of rows stands: positions, how many are real, and the one whose output is wanted."""
+
+    pos: Int[Array, "B Q"]
+    valid: Int[Array, " B"]
+    last: Int[Array, " B"]
+    mode: Mode
+
+
+def run(
+    p: Weights,
+    cfg: Config,
+    embedded: Float[Array, "B Q D"],
+    feature: Float[Array, "B Q D"],
+    at: Place,
+    kv: DenseKV,
+) -> tuple[Float[Array, "B D"], DenseKV]:
+    """State of row ``at.last`` (after the final norm) and the cache with the whole block written.
+
+    The other rows matter to nothing but the cache: their queries and feed-forward are left out.
+    """
+    norm, pos = functools.partial(_norm, cfg), at.pos
+    joined = jnp.concatenate([norm(embedded, p.embed_norm), norm(feature, p.hidden_norm)], -1)
+    x = linear(joined, p.fc)
+    u = norm(x, p.layer.attn_norm)
+    k, v = _keys_values(p.layer, cfg, u, pos)
+    keys, values, key_pos, kv = kv.extend(k, v, pos, at.valid, at.mode)
+    u, x, pos = (_row(a, at.last) for a in (u, x, pos))
+    x = x + _mix(p.layer, cfg, u, pos, (keys, values, key_pos))
+    choose = functools.partial((deepseek if _has_latent(cfg) else qwen3_5).choose_experts, cfg.model)
+    x = x + feed_forward(p.layer.mlp, norm(x, p.layer.mlp_norm), choose)
+    return norm(x, p.norm)[:, 0], kv
+
+
+def _norm(cfg: Config, x, weight):
+    return (rms_norm if _has_latent(cfg) else rms_norm_offset)(x, weight, cfg.model.eps)
+
+
+def _row(x: Array, index: Int[Array, " B"]) -> Array:
+    """``[B Q ...]`` -> ``[B 1 ...]``."""
+    return jnp.take_along_axis(x, index.reshape(-1, *[1] * (x.ndim - 1)), 1)
+
+
+def _keys_values(layer: Any, cfg: Config, u, pos):
+    model, angles = cfg.model, rope_angles(cfg.model.rope, pos)
+    if _has_latent(cfg):
+        return latent.keys_values(layer, model.latent, deepseek.LOW_RANK_EPS, u, angles)
+    return qwen3_5.keys_values(layer.mixer, model, u, angles)
+
+
+def _mix(layer: Any, cfg: Config, u, pos, cached):
+    model, angles = cfg.model, rope_angles(cfg.model.rope, pos)
+    if not _has_latent(cfg):
+        return qwen3_5.mix(layer.mixer, model, u, pos, angles, cached)
+    *held, key_pos = cached
+    return latent.mix(layer, model.latent, deepseek.LOW_RANK_EPS, u, angles, held, causal(pos, key_pos))
+
+
+def head(p: Weights, shared: Shared, cfg: Config) -> Float[Array, "Vd D"]:
+    """Rows of the output head that are drafted from. A cut one is gathered once per call, outside its loop."""
+    table = shared.head if p.head is None else p.head
+    ids = target_ids(cfg)
+    return table[: cfg.vocab_size] if ids is None else table[ids]
+
+
+def logits(table: Float[Array, "Vd D"], state: Float[Array, "B D"]) -> Float[Array, "B Vd"]:
+    """float32 logits over the draft vocabulary."""
+    return linear(state.astype(table.dtype), table, out_dtype=jnp.float32)
+
+
+def target_ids(cfg: Config) -> Int[Array, " Vd"] | None:
+    """Target id of every draft id; None when they are the same and as many."""
+    if cfg.draft_ids is not None:
+        return jnp.asarray(cfg.draft_ids, jnp.int32)
+    return None if cfg.head_rows == cfg.vocab_size else jnp.arange(cfg.head_rows, dtype=jnp.int32)

@@ -1,0 +1,53 @@
+"""Drafting one token after the other from a recycled state: what EAGLE-3 and MTP drafters share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax.drafters.pick import pick
+from specjax.types import Ctx, Proposal
+
+#: ``advance(token, state, pos, cache)``: state and cache after one more (state, token) pair per row.
+Advance = Callable[
+    [Int[Array, " B"], Float[Array, "B D"], Int[Array, "B 1"], Any], tuple[Float[Array, "B D"], Any]
+]
+
+
+def draft(
+    k: int,
+    state: Float[Array, "B D"],
+    cache: Any,
+    logits: Callable[[Float[Array, "B D"]], Float[Array, "B Vd"]],
+    advance: Advance,
+    ids: Int[Array, " Vd"] | None,
+    ctx: Ctx,
+    keys: Array | None,
+) -> tuple[Proposal, Any]:
+    """``k`` tokens per row in k - 1 passes, and the cache with what was fed in it.
+
+    The first token comes from ``state``, that of the last committed pair. Pair i of the round is (state after i
+    drafts, draft i) at position ``length - 2 + i``. ``ids``: target id of every draft id (None: the same). With
+    ``keys`` tokens are drawn and q is kept.
+    """
+
+    def choose(state, step):
+        token, q = pick(logits(state), keys, step, ctx.temperature)
+        return (token if ids is None else ids[token]), q
+
+    def one(carry, step):
+        state, cache, token = carry
+        state, cache = advance(token, state, ctx.length[:, None] - 2 + step, cache)
+        token, q = choose(state, step)
+        return (state, cache, token), (token, q)
+
+    first = choose(state, 0)
+    carry = (state, cache, first[0])
+    (_, cache, _), rest = jax.lax.scan(one, carry, jnp.arange(1, k, dtype=jnp.int32))
+    tokens, q = jax.tree.map(lambda a, b: jnp.concatenate([a[:, None], b.swapaxes(0, 1)], 1), first, rest)
+    count = jnp.full(tokens.shape[:1], k, jnp.int32)
+    if q is None or ctx.temperature is None:
+        return Proposal(tokens, count), cache
+    return Proposal(tokens, count, q=q, q_ids=ids, point=ctx.temperature <= 0), cache
