@@ -305,21 +305,28 @@ def exact(first: int) -> np.ndarray:
     return testing.joint_law(lambda past: laws[past] / laws[past].sum(), V, TOKENS)
 
 
-def sampled(name: str, rule, rows: int, seed: int = 0):
-    """p-value of three tokens of many rows that go on from one state, and the drafts accepted."""
-    params, one = start_of(name)
-    pair, weights = params.meta.pair, (params.target, params.drafter)
+@functools.cache
+def three_rounds(name: str, rule):
+    """Jitted: ``TOKENS`` rounds, every one of which emits at least a token."""
+    params = start_of(name)[0]
+    pair = params.meta.pair
 
-    def step(state, _):
+    def step(weights, state):
         proposal, state = rnd.draft(pair, weights, state, WIDTH)
         state, verdict, _ = rnd.verify(pair, weights, state, proposal, rule)
         return state, verdict.accepted
 
+    run = lambda p, s: jax.lax.scan(lambda s, _: step(p, s), s, length=TOKENS)  # noqa: E731
+    return functools.partial(jax.jit(run), (params.target, params.drafter))
+
+
+def sampled(name: str, rule, rows: int, seed: int = 0):
+    """p-value of three tokens of many rows that go on from one state, and the drafts accepted."""
+    _, one = start_of(name)
     state = jax.tree.unflatten(jax.tree.structure(one), jax.tree.leaves(one))  # PEER.11
     state = jax.tree.map(lambda x: jnp.repeat(x, rows, 0), state)
     keys = jax.random.key_data(jax.random.split(jax.random.key(seed), rows))
-    state = dataclasses.replace(state, key_data=keys)
-    state, accepted = jax.jit(lambda s: jax.lax.scan(step, s, length=TOKENS))(state)
+    state, accepted = three_rounds(name, rule)(dataclasses.replace(state, key_data=keys))
     begin = int(one.length[0])
     tokens = np.asarray(state.tokens[:, begin : begin + TOKENS])
     law = exact(int(one.tokens[0, begin - 1]))
@@ -346,7 +353,11 @@ def test_joint_law_all(name, rule):
 def test_joint_law_notices(monkeypatch):
     """PEER.1: a wrong residual fails by far."""
     monkeypatch.setattr(accept_module, "_draft_row", lambda p, i, v: jnp.zeros((len(i), v)))
-    assert sampled("draft_model", None, 4000)[0] < NEVER
+    three_rounds.cache_clear()
+    try:
+        assert sampled("draft_model", None, 4000)[0] < NEVER
+    finally:
+        three_rounds.cache_clear()
 
 
 # ---------------------------------------------------------------- the suite notices
