@@ -37,8 +37,9 @@ class Recurrent:
     def extend(self, inputs: Any, valid: Int[Array, " B"], mode: Mode, run: Run) -> tuple[Any, "Recurrent"]:
         """What ``run`` puts out for a block, and the cache with the block committed or on the tape.
 
-        Pending rows are replayed by the routine that verifies, so the state is the one the verification
-        of these rows went through, to the bit.
+        Pending rows are replayed by the routine that verifies, so the state is the one that the verification
+        of these rows went through: to the bit on a CPU, and within a float32 rounding where the compiler makes
+        different code of different widths.
         """
         _, state = run(self.state, self.tape, self.pending, "verify")
         out, after = run(state, inputs, valid, mode)
