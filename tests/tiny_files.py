@@ -67,6 +67,18 @@ def folder(
     return path
 
 
+#: Gemma 3: norms around both blocks, all layers but the sixth with a window.
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_act": "gelu_pytorch_tanh",
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 8,
+    "rope_local_base_freq": 10000.0,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -84,6 +96,11 @@ _GGUF_NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
 }
+_GGUF_GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 Kind = gguf.GGMLQuantizationType
 
 
@@ -98,7 +115,8 @@ def gguf_file(
     tokenizer: dict[str, Any] | None = None,
 ) -> Path:
     """GGUF of the same model, rows of q and k reordered as llama.cpp does; matrices stored as ``kind``."""
-    arch = arch or {"qwen3_moe": "qwen3moe"}.get(hf["model_type"], hf["model_type"])
+    known = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+    arch = arch or known.get(hf["model_type"], hf["model_type"])
     writer = gguf.GGUFWriter(path, arch)
     for key, value in (_gguf_fields(hf) | (fields or {})).items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
@@ -130,6 +148,8 @@ def _gguf_fields(hf: dict[str, Any]) -> dict[str, Any]:
         "rope.freq_base": float(hf["rope_theta"]),
         "rope.dimension_count": hf["head_dim"],
     }
+    if hf["model_type"] == "gemma3_text":
+        out["attention.sliding_window"] = hf["sliding_window"]
     if "num_experts" in hf:
         out |= {
             "expert_count": hf["num_experts"],
@@ -155,7 +175,11 @@ def _gguf_tensors(hf: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str
         if hf["model_type"] == "llama" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
             heads = hf["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"]
             x = x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-        out[f"{layer}{_GGUF_NAMES[stem]}.{suffix}"] = x
+        names = _GGUF_NAMES
+        if hf["model_type"] == "gemma3_text":
+            names = _GGUF_NAMES | _GGUF_GEMMA
+            x = x + np.float32(1) if stem.endswith("norm") else x
+        out[f"{layer}{names[stem]}.{suffix}"] = x
     return out | {name: np.stack(parts) for name, parts in stacks.items()}
 
 
@@ -205,6 +229,40 @@ def vocabulary() -> dict[str, Any]:
         "ggml.add_bos_token": False,
         "chat_template": CHATML,
     }
+
+
+def pieces(**changes: Any) -> dict[str, Any]:
+    """``tokenizer.`` fields of SentencePiece type: pieces with scores, single bytes, a run of spaces as users
+    define it, no merges."""
+    special, user = ["<pad>", "<eos>", "<bos>", "<unk>"], ["<start_of_turn>", "  ", "\n\n"]
+    single = [f"<0x{i:02X}>" for i in range(256)]
+    words = [
+        "\u2581the",
+        "he",
+        "th",
+        "\u2581th",
+        "the",
+        "\u2581t",
+        "re",
+        "ther",
+        "there",
+        "\u2581",
+        *"therabco\n",
+    ]
+    words = list(dict.fromkeys(words))
+    return {
+        "ggml.model": "llama",
+        "ggml.pre": "default",
+        "ggml.tokens": special + user + single + words,
+        "ggml.scores": [-1000.0] * (len(special) + len(user) + 256) + [-float(i) for i in range(len(words))],
+        "ggml.token_type": [3] * len(special) + [4] * len(user) + [6] * 256 + [1] * len(words),
+        "ggml.bos_token_id": 2,
+        "ggml.eos_token_id": 1,
+        "ggml.unknown_token_id": 3,
+        "ggml.padding_token_id": 0,
+        "ggml.add_bos_token": True,
+        "ggml.add_space_prefix": False,
+    } | changes
 
 
 def small_tokenizer():

@@ -6,11 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from specjax.checkpoints import gguf_gemma
 from specjax.checkpoints.gguf import File
 from specjax.layers.rope import RopeConfig, inverse_frequencies
 
 #: GGUF architecture -> ``model_type``.
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    gguf_gemma.ARCHITECTURE: "gemma3_text",
+}
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -62,12 +69,14 @@ def hf_config(file: File) -> dict[str, Any]:
         "intermediate_size": meta.need("feed_forward_length"),
         "max_position_embeddings": meta.need("context_length"),
         "rms_norm_eps": meta.need("attention.layer_norm_rms_epsilon"),
-        "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **_rope(file, meta, head_dim),
         **_experts(file, meta, arch),
         **_attention_bias(file, arch),
     }
+    config |= (
+        gguf_gemma.settings(meta.get, head_dim) if arch == gguf_gemma.ARCHITECTURE else {"hidden_act": "silu"}
+    )
     meta.finish()
     return config
 
@@ -201,7 +210,7 @@ def reader(file: File, config: dict[str, Any]) -> tuple[Callable[[str], np.ndarr
     sources = {}
     for name in file.tensors:
         sources.update(_named(name, config))
-    permuted = architecture(file) == "llama"
+    permuted, gemma = (architecture(file) == arch for arch in ("llama", gguf_gemma.ARCHITECTURE))
 
     def get(name: str) -> np.ndarray:
         source, index = sources[name]
@@ -210,7 +219,7 @@ def reader(file: File, config: dict[str, Any]) -> tuple[Callable[[str], np.ndarr
             return unpermute(x, config["num_attention_heads"])
         if permuted and ".self_attn.k_proj." in name:
             return unpermute(x, config["num_key_value_heads"])
-        return x
+        return gguf_gemma.plain_norm(name, x) if gemma else x
 
     return get, set(sources)
 
@@ -240,8 +249,9 @@ def _named(name: str, config: dict[str, Any]) -> dict[str, tuple[str, int | None
     blk, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
     prefix = f"model.layers.{layer}."
-    if blk == "blk" and part in _BLOCK:
-        return {f"{prefix}{_BLOCK[part]}.{suffix}": (name, None)}
+    block = _BLOCK | gguf_gemma.BLOCK if config["model_type"] == "gemma3_text" else _BLOCK
+    if blk == "blk" and part in block:
+        return {f"{prefix}{block[part]}.{suffix}": (name, None)}
     if blk == "blk" and part in _EXPERTS:
         n = config.get("num_experts", 0)
         return {f"{prefix}mlp.experts.{e}.{_EXPERTS[part]}.{suffix}": (name, e) for e in range(n)}

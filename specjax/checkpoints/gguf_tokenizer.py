@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints import gguf
+from specjax.checkpoints import gguf, gguf_pieces
 
 _CONTROL, _USER = 3, 4  # kinds of vocabulary entries that are matched before anything is split
 
@@ -33,6 +33,8 @@ def build(path: str | Path) -> Any:
     }
     if "tokens" not in meta:
         raise ValueError(f"{path} holds no tokenizer")
+    if meta.get("model") == "llama" and "scores" in meta and "merges" not in meta:
+        return _wrap(_with_special(gguf_pieces.build(meta), meta, meta.get("add_bos_token", True)), meta)
     if meta.get("model") != "gpt2":
         return _by_transformers(Path(path), meta.get("model"))
     pre = meta.get("pre", "gpt-2")
@@ -43,7 +45,7 @@ def build(path: str | Path) -> Any:
 
 def _byte_bpe(meta: dict[str, Any], pre: str):
     import tokenizers
-    from tokenizers import decoders, models, normalizers
+    from tokenizers import decoders, models, normalizers, processors
 
     vocab = {token: i for i, token in enumerate(meta["tokens"])}
     merges = [tuple(m.split(" ", 1)) for m in meta["merges"]]
@@ -53,6 +55,14 @@ def _byte_bpe(meta: dict[str, Any], pre: str):
     out.decoder = decoders.ByteLevel()
     if pre == "qwen2":
         out.normalizer = normalizers.NFC()
+    out.post_processor = processors.ByteLevel(trim_offsets=False)
+    return _with_special(out, meta, meta.get("add_bos_token", whole_words))
+
+
+def _with_special(out: Any, meta: dict[str, Any], bos: bool):
+    """``out`` with the tokens that are matched before anything is split, and what surrounds a text."""
+    import tokenizers
+
     kinds = meta.get("token_type", [])
     added = [
         tokenizers.AddedToken(meta["tokens"][i], special=kind == _CONTROL, normalized=False)
@@ -61,7 +71,9 @@ def _byte_bpe(meta: dict[str, Any], pre: str):
     ]
     out.add_tokens(added)
     out.add_special_tokens([t for t in added if t.special])
-    out.post_processor = _surround(meta, meta.get("add_bos_token", whole_words))
+    around = _surround(meta, bos)
+    if around is not None:
+        out.post_processor = around
     return out
 
 
@@ -78,7 +90,7 @@ def _pre_tokenizer(pre: str):
 
 
 def _surround(meta: dict[str, Any], bos: bool):
-    """What ``add_special`` puts around a text."""
+    """What ``add_special`` puts around a text, or None."""
     from tokenizers import processors
 
     special, before, after = [], "", ""
@@ -89,14 +101,14 @@ def _surround(meta: dict[str, Any], bos: bool):
         special.append((meta["tokens"][meta["eos_token_id"]], meta["eos_token_id"]))
         after = " " + special[-1][0]
     if not special:
-        return processors.ByteLevel(trim_offsets=False)
+        return None
     return processors.TemplateProcessing(single=f"{before}$A{after}", special_tokens=special)
 
 
 def _wrap(inner: Any, meta: dict[str, Any]):
     from transformers import PreTrainedTokenizerFast
 
-    names = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token"}
+    names = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
     special = {
         name: meta["tokens"][meta[f"{key}_token_id"]]
         for key, name in names.items()
@@ -108,7 +120,7 @@ def _wrap(inner: Any, meta: dict[str, Any]):
 
 
 def _by_transformers(path: Path, model: Any):
-    """SentencePiece-type vocabularies: transformers knows how to turn them into merges."""
+    """Other types of vocabulary: transformers may know how to turn them into a tokenizer."""
     try:
         from transformers import AutoTokenizer
 

@@ -1,9 +1,10 @@
 """One target model from files: config, weights, stop ids, generation defaults, tokenizer id."""
 
+import collections
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ class LoadedTarget:
 
     ``family`` is the checkpoint's ``model_type``; ``generation`` the file's generation defaults as they
     are; ``eos_ids`` every id that ends a turn; ``tokenizer_id`` what ``tokenizer.get`` takes ("" = none).
+    ``skipped``: how many tensors the family leaves unread on purpose, by reason.
     """
 
     family: str
@@ -32,6 +34,7 @@ class LoadedTarget:
     eos_ids: tuple[int, ...]
     tokenizer_id: str
     chat_template: str | None
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def load_target(
@@ -69,7 +72,7 @@ def _from_folder(path: Path, dtype: Any, progress: tree.Progress | None, shapes_
     generation = read_json(path / "generation_config.json", required=False)
     family_module(hf, path)  # before any weight file is opened
     get, names = safetensors.reader(path)
-    family, cfg, weights = _build(hf, get, names, dtype, str(path), progress, shapes_only)
+    family, cfg, weights, skipped = _build(hf, get, names, dtype, str(path), progress, shapes_only)
     return LoadedTarget(
         family=family,
         cfg=cfg,
@@ -79,6 +82,7 @@ def _from_folder(path: Path, dtype: Any, progress: tree.Progress | None, shapes_
         eos_ids=eos_union(hf, hf.get("text_config") or {}, generation),
         tokenizer_id=tokenizer.in_folder(path),
         chat_template=_chat_template(path),
+        skipped=skipped,
     )
 
 
@@ -86,7 +90,7 @@ def _from_gguf(path: Path, dtype: Any, progress: tree.Progress | None, shapes_on
     file = gguf.open_file(path)
     hf = gguf_model.hf_config(file)
     get, names = gguf_model.reader(file, hf)
-    family, cfg, weights = _build(hf, get, names, dtype, str(path), progress, shapes_only)
+    family, cfg, weights, skipped = _build(hf, get, names, dtype, str(path), progress, shapes_only)
     return LoadedTarget(
         family=family,
         cfg=cfg,
@@ -96,6 +100,7 @@ def _from_gguf(path: Path, dtype: Any, progress: tree.Progress | None, shapes_on
         eos_ids=gguf_model.eos_ids(file),
         tokenizer_id=str(path.resolve()) if "tokenizer.ggml.tokens" in file.metadata else "",
         chat_template=file.metadata.get("tokenizer.chat_template"),
+        skipped=skipped,
     )
 
 
@@ -124,8 +129,8 @@ def _build(
         cfg = module.config(untie(hf, get, names, where))
     except KeyError as error:
         raise ValueError(f"{where}: the config lacks {error}") from None
-    skipped = tuple(module.skipped(cfg)) if hasattr(module, "skipped") else ()
-    names = {n for n in names if not n.startswith(skipped)}
+    unread = reasons(module, cfg, names)
+    names = names - set(unread)
     harmless = (_HEAD,) if cfg.tied else ()
     weights = tree.fill(
         module.abstract(cfg),
@@ -137,14 +142,26 @@ def _build(
         progress=progress,
         shapes_only=shapes_only,
     )
-    return hf["model_type"], cfg, weights
+    return hf["model_type"], cfg, weights, dict(collections.Counter(unread.values()))
+
+
+def reasons(module: Any, cfg: Any, names: Iterable[str]) -> dict[str, str]:
+    """Tensors that the family leaves unread on purpose -> why."""
+    listed = module.skipped(cfg) if hasattr(module, "skipped") else {}
+    found = ((name, next((p for p in listed if name.startswith(p)), None)) for name in names)
+    return {name: listed[prefix] for name, prefix in found if prefix is not None}
 
 
 def renamed(
     get: Callable, names: set[str], prefixes: Mapping[str, str], where: str
 ) -> tuple[Callable, set[str]]:
-    """``(get, names)`` with the first of ``prefixes`` that a name begins with replaced: the text model of a
-    multimodal checkpoint under the names that it has alone."""
+    """``(get, names)`` of the text model of a multimodal checkpoint, as if it were there alone."""
+    stored = text_names(names, prefixes, where)
+    return lambda name: get(stored[name]), set(stored)
+
+
+def text_names(names: Iterable[str], prefixes: Mapping[str, str], where: str) -> dict[str, str]:
+    """Names with the first of ``prefixes`` that they begin with replaced -> names in the file."""
     stored: dict[str, str] = {}
     for name in sorted(names):
         prefix = next((p for p in prefixes if name.startswith(p)), "")
@@ -152,12 +169,13 @@ def renamed(
         if here in stored:
             raise ValueError(f"{where}: {name} and {stored[here]} would be the same weight")
         stored[here] = name
-    return lambda name: get(stored[name]), set(stored)
+    return stored
 
 
 def untie(hf: Mapping[str, Any], get: Callable, names: set[str], where: str) -> Mapping[str, Any]:
     """A config that ties the head while the file holds a different one is contradicted by the weights."""
-    tied = {**(hf.get("text_config") or {}), **hf}.get("tie_word_embeddings")
+    said = {**(hf.get("text_config") or {}), **hf}.get("tie_word_embeddings")
+    tied = getattr(family_module(hf, where), "TIED", False) if said is None else said
     if not tied or not {_HEAD, _EMBED} <= names:
         return hf
     if np.array_equal(get(_HEAD), get(_EMBED)):
@@ -181,10 +199,12 @@ def eos_union(*configs: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _chat_template(path: Path) -> str | None:
-    """From ``chat_template.jinja`` or ``tokenizer_config.json`` (a text, or a list of named ones)."""
+    """From ``chat_template.jinja``, ``chat_template.json`` (multimodal models) or ``tokenizer_config.json`` (a text,
+    or a list of named ones)."""
     if (path / "chat_template.jinja").is_file():
         return (path / "chat_template.jinja").read_text("utf-8")
-    template = read_json(path / "tokenizer_config.json", required=False).get("chat_template")
+    files = (path / name for name in ("chat_template.json", "tokenizer_config.json"))
+    template = next(filter(None, (read_json(f, required=False).get("chat_template") for f in files)), None)
     if isinstance(template, list):
         template = {t.get("name"): t.get("template") for t in template}.get("default")
     return template

@@ -16,6 +16,9 @@ from specjax.types import ArraySpec, KVView, Shared
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+#: Head and embedding are one array unless a config says otherwise.
+TIED = True
+
 #: Where files keep the text model beside other parts: beginnings of tensor names -> ours.
 PREFIXES = {
     "language_model.model.": "model.",
@@ -110,7 +113,7 @@ def base_config(text: Mapping[str, Any], full_layers: tuple[int, ...], sliding: 
         "full": full,
         "full_layers": full_layers,
         "softcap": float(softcap) if softcap else None,
-        "tied": bool(text.get("tie_word_embeddings", True)),
+        "tied": bool(text.get("tie_word_embeddings", TIED)),
     }
 
 

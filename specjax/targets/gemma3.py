@@ -17,12 +17,12 @@ from specjax.layers.mlp import geglu
 from specjax.layers.norm import rms_norm_offset
 from specjax.layers.rope import rope_angles, rotate
 from specjax.targets import gemma
-from specjax.targets.gemma import PREFIXES, Kind, commit, min_resume, shared, unembed
+from specjax.targets.gemma import PREFIXES, TIED, Kind, commit, min_resume, shared, unembed
 from specjax.targets.hf import check_config, text_part
 from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
-    "PREFIXES", "Config", "Weights", "abstract", "commit", "config", "forward", "init_cache", "kv_view",
+    "PREFIXES", "TIED", "Config", "Weights", "abstract", "commit", "config", "forward", "init_cache", "kv_view",
     "min_resume", "shared", "skipped", "unembed",
 ]  # fmt: skip
 

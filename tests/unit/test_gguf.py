@@ -1,5 +1,6 @@
 """GGUF files: block formats against slow decoders, names, row order, settings, and everything refused."""
 
+import dataclasses
 import functools
 import struct
 
@@ -11,8 +12,8 @@ import pytest
 import tiny_files
 from tiny_files import Kind
 
-from specjax import checkpoints
-from specjax.checkpoints import gguf, gguf_model, hub
+from specjax import checkpoints, registry
+from specjax.checkpoints import gguf, gguf_gemma, gguf_model, hub
 from specjax.layers.rope import inverse_frequencies
 
 
@@ -157,13 +158,15 @@ FAMILIES = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
     "qwen3moe": tiny_files.QWEN3_MOE,
+    "gemma3": tiny_files.GEMMA3,
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family, tmp_path):
     hf = tiny_files.config(**FAMILIES[family])
-    arrays = tiny_files.tensors(hf)
+    short = lambda x: x.astype(jnp.bfloat16).astype(np.float32)  # noqa: E731  (what adding 1 and taking it away keeps)
+    arrays = {name: short(x) for name, x in tiny_files.tensors(hf).items()}
     want = load(tiny_files.folder(tmp_path / "hf", hf, arrays))
     got = load(tiny_files.gguf_file(tmp_path / "m.gguf", hf, arrays))
     assert got.family == want.family == hf["model_type"]
@@ -172,7 +175,33 @@ def test_families(family, tmp_path):
     assert np.isclose(got.cfg.eps, want.cfg.eps, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1"])
+LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+GEMMA_FIELDS = [
+    (LINEAR, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ({"rope.freq_base_swa": 5000.0}, {"rope_local_base_freq": 5000.0}),
+    ({"attention.sliding_window_pattern": 3}, {"sliding_window_pattern": 3}),
+    ({"final_logit_softcapping": 30.0}, {"final_logit_softcapping": 30.0}),
+]
+
+
+@pytest.mark.parametrize(("fields", "changes"), GEMMA_FIELDS)
+def test_gemma_settings(fields, changes, tmp_path):
+    """Scaling is that of the full layers only; what the file does not say is Gemma 3's own."""
+    hf = tiny_files.config(**tiny_files.GEMMA3)
+    got = load(tiny_files.gguf_file(tmp_path / "m.gguf", hf, tiny_files.tensors(hf), fields=fields))
+    want = registry.target("gemma3_text").config(hf | changes)
+    assert got.cfg == dataclasses.replace(want, eps=got.cfg.eps)
+
+
+def test_gemma_27b_scales_by_width_over_heads():
+    """The scale of scores is in no file; llama.cpp tells the model by its number of layers."""
+    for layers, head_dim, scalar in ((62, 128, 168), (48, 256, 256)):
+        fields = {"block_count": layers, "embedding_length": 5376, "attention.head_count": 32}
+        get = lambda key, default=None, f=fields: f.get(key, default)  # noqa: E731
+        assert gguf_gemma.settings(get, head_dim)["query_pre_attn_scalar"] == scalar
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
 @pytest.mark.parametrize("family", ["llama", "qwen3moe"])
 def test_quantised_models(kind, family, tmp_path):
     """Quantised rows stay whole, so reordering them and decoding can be done in either order."""

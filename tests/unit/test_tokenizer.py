@@ -1,5 +1,6 @@
 """Tokenizers: from folders, from GGUF metadata, and the built-in bytes."""
 
+import itertools
 import subprocess
 import sys
 
@@ -86,6 +87,60 @@ def test_gguf_without_tokenizer(tmp_path):
     path = tiny_files.gguf_file(tmp_path / "m.gguf", hf, tiny_files.tensors(hf))
     with pytest.raises(ValueError, match="holds no tokenizer"):
         gguf_tokenizer.build(path)
+
+
+def from_pieces(tmp_path, **changes):
+    hf = tiny_files.config()
+    fields = tiny_files.pieces(**{f"ggml.{k}": v for k, v in changes.items()})
+    path = tiny_files.gguf_file(tmp_path / "m.gguf", hf, tiny_files.tensors(hf), tokenizer=fields)
+    return tokenizer.get.__wrapped__(str(path)), fields
+
+
+def join(text, fields):
+    """What SentencePiece does: the neighbours with the best joint piece become one, leftmost first."""
+    kinds = dict(zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True))
+    scores = dict(zip(fields["ggml.tokens"], fields["ggml.scores"], strict=True))
+    parts = list(text)
+    while pairs := [
+        (-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if kinds.get(a + b) == 1
+    ]:
+        _, i = min(pairs)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+PIECES = ["the there other", " the", "there\nthe", "thether here bathe", "a", "", "rethere"]
+
+
+def test_pieces_are_joined_by_score(tmp_path):
+    """A SentencePiece vocabulary without merges, as Gemma's files have it."""
+    tok, fields = from_pieces(tmp_path)
+    tokens = fields["ggml.tokens"]
+    for text in PIECES:
+        want = [2, *(tokens.index(p) for p in join(text.replace(" ", "\u2581"), fields))]
+        assert tok.encode(text, True) == want, text
+        assert tok.decode(want) == text
+        assert tok.encode(text, False) == want[1:]
+
+
+def test_pieces_beside_special_tokens_and_bytes(tmp_path):
+    tok, fields = from_pieces(tmp_path)
+    index = fields["ggml.tokens"].index
+    assert tok.encode("<bos>the  a\n\n", False) == [2, index("the"), index("  "), index("a"), index("\n\n")]
+    assert tok.encode("é<start_of_turn>", False) == [
+        index("<0xC3>"),
+        index("<0xA9>"),
+        index("<start_of_turn>"),
+    ]
+    assert tok.decode([2, index("<0xC3>"), index("<0xA9>"), index("\u2581the"), 1]) == "é the"
+
+
+def test_pieces_with_a_space_before_a_text(tmp_path):
+    """Llama 2's files put one there; it is not part of what is decoded."""
+    tok, fields = from_pieces(tmp_path, add_space_prefix=True, add_bos_token=False)
+    index = fields["ggml.tokens"].index
+    assert tok.encode("the the", True) == [index("\u2581the")] * 2
+    assert tok.decode([index("\u2581the")] * 2) == "the the"
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe"])

@@ -5,7 +5,7 @@ from typing import Any
 
 from specjax import registry
 from specjax.checkpoints.formats import HEAD, Files, Found
-from specjax.checkpoints.load import untie
+from specjax.checkpoints.load import reasons, text_names, untie
 
 #: What the configs of learned drafters carry besides the ``model_type`` of the model they were derived from.
 _MARKS = (
@@ -15,25 +15,31 @@ _MARKS = (
 
 
 def matches(hf: Mapping[str, Any]) -> bool:
-    """A known family, a plain causal language model, and no sign of a learned drafter."""
-    plain = all(str(name).endswith("ForCausalLM") for name in hf.get("architectures") or ())
+    """A known family, a causal language model (alone or as part of a multimodal one), and no sign of a learned
+    drafter."""
+    kinds = ("ForCausalLM", "ForConditionalGeneration")
+    plain = all(str(name).endswith(kinds) for name in hf.get("architectures") or ())
     said = " ".join([*hf, *map(str, hf.get("architectures") or ())]).lower()
     return hf.get("model_type") in registry.TARGETS and plain and not any(mark in said for mark in _MARKS)
 
 
 def read(files: Files) -> Found:
     """Config and tensor names of the family. Raises ValueError for a setting it does not implement."""
-    hf = untie(files.hf, files.get, set(files.shapes), files.where)
-    family = str(hf["model_type"])
+    family = str(files.hf["model_type"])
+    module = registry.target(family)
+    stored = text_names(files.shapes, getattr(module, "PREFIXES", {}), files.where)
+    hf = untie(files.hf, lambda name: files.get(stored[name]), set(stored), files.where)
     try:
-        cfg = registry.target(family).config(hf)
+        cfg = module.config(hf)
     except KeyError as error:
         raise ValueError(f"{files.where}: the config lacks {error}") from None
+    unread = reasons(module, cfg, stored)
     return Found(
         method="draft_model",
         format="model",
         settings={"family": family, "model": cfg},
-        names={name: name for name in files.shapes},
-        skipped={HEAD: "the config ties it to the embedding"} if cfg.tied else {},
+        names={name: there for name, there in stored.items() if name not in unread},
+        skipped={stored[name]: why for name, why in unread.items()}
+        | ({HEAD: "the config ties it to the embedding"} if cfg.tied else {}),
         borrows=False,
     )
