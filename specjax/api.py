@@ -92,6 +92,8 @@ def _from_checkpoint(source, dtype, say, shapes_only: bool) -> Params:
     progress = lambda done, total, name: say(f"loading {source.name}: {done}/{total} {name}")  # noqa: E731
     say(f"loading {source.name} as {dtype}")
     loaded = checkpoints.load_target(source, dtype, progress, shapes_only)
+    for reason, count in loaded.skipped.items():
+        say(f"loading {source.name}, {count} tensor(s) left out: {reason}")
     meta = config.Meta(
         family=loaded.family,
         target_cfg=loaded.cfg,
