@@ -46,10 +46,14 @@ def scripted(name: str, modes, prompts=PROMPTS, tokens=None):
 LENGTH = 6  # of the rows below: positions 0 to 4 are absorbed, the anchor is at 5
 
 
-def fake_ctx(rows: int, temperature=None) -> Ctx:
-    tokens = jnp.tile(jnp.arange(64, dtype=jnp.int32), (rows, 1)) % 3  # repeats itself: n-grams have a match
+def fake_ctx(rows: int, params, temperature=None) -> Ctx:
+    """What a drafter may read: a row that repeats itself (n-grams have a match) and the target's empty cache."""
+    tokens = jnp.tile(jnp.arange(64, dtype=jnp.int32), (rows, 1)) % 3
     length = jnp.full((rows,), LENGTH, jnp.int32)
-    return Ctx(tokens, length, tokens[:, LENGTH - 1], length > 0, temperature, lambda kind: None)
+    target, cfg = registry.target("llama"), params.meta.target_cfg
+    cache = target.init_cache(cfg, rows, 64, 1, params.target.embed.dtype)
+    view = functools.partial(target.kv_view, params.target, cfg, cache)
+    return Ctx(tokens, length, tokens[:, LENGTH - 1], length > 0, temperature, view)
 
 
 def shapes(tree):
@@ -86,7 +90,7 @@ def test_shapes_and_types(name, dtype, rows):
         assert all(x.shape[0] == rows for x in jax.tree.leaves(state))
         for key, temperature in ((keys, heat), (None, None)):
             run = lambda p, s, n=rows, t=temperature, key=key, k=k: module.draft(  # noqa: E731
-                p, lent, cfg, k, s, fake_ctx(n, t), key
+                p, lent, cfg, k, s, fake_ctx(n, params, t), key
             )
             proposal, after = jax.eval_shape(run, params.drafter, state)
             assert shapes(after) == shapes(state)
@@ -131,7 +135,7 @@ def test_nothing_kept_changes_nothing(name):
     @jax.jit
     def run(p):
         absorb = lambda state, block: module.absorb(p, lent, cfg, state, block)  # noqa: E731
-        draft = lambda state: module.draft(p, lent, cfg, cfg.k, state, fake_ctx(3), None)  # noqa: E731
+        draft = lambda state: module.draft(p, lent, cfg, cfg.k, state, fake_ctx(3, params), None)  # noqa: E731
         state = module.init_state(cfg, 3, 64 + cfg.k + 1, cfg.k + 1, jnp.float32)
         state = absorb(state, block(LENGTH - 1, keep=[LENGTH - 1] * 3, mode="extend", start=0))
         first, state = draft(state)
