@@ -1,5 +1,7 @@
 """Gemma configs: the released models by size, older and sparse files, and every setting that is refused."""
 
+import dataclasses
+import json
 import math
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from specjax import registry
+from specjax.config import from_dict
 from specjax.types import ArraySpec, tree_bytes
 
 #: Gemma 3 as published: text settings that the files of the larger models leave out are the family's own.
@@ -122,6 +125,13 @@ def test_gemma4_cache_bytes(name):
     rings = of(1024) - 1024 * per_token
     positions = cfg.sliding.window + 8
     assert rings == positions * (ring + 4 * (cfg.cached - sum(i < cfg.cached for i in cfg.full_layers)))
+
+
+@pytest.mark.parametrize("hf", [GEMMA3["4b"], gemma4("26b"), gemma4("e2b")])
+def test_configs_survive_json(hf):
+    """A saved model is rebuilt from them."""
+    cfg = made(hf)[1]
+    assert from_dict(type(cfg), json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
 def test_gemma4_mlp_size_is_the_widest_activation():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.layers import moe
+from specjax.layers.mlp import geglu, gelu_tanh
 
 
 def fast(fn):
@@ -44,6 +45,19 @@ def test_equals_a_loop_over_tokens(monkeypatch, way, n, k):
     w = jnp.asarray(rng.uniform(size=(n, k)), jnp.float32)
     got = fast(moe.experts)(tokens(n), w, ids, *weights())
     np.testing.assert_allclose(got, loop(tokens(n), w, ids, *weights()), atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["_gathered", "_tiled"])
+def test_another_activation(monkeypatch, way):
+    """An expert that stands alone with weight one is a plain gated block."""
+    apply = getattr(moe, way)
+    monkeypatch.setattr(moe, "_gathered", apply)
+    monkeypatch.setattr(moe, "_tiled", apply)
+    gate, up, down = weights()
+    ids, one = jnp.full((5, 1), 2, jnp.int32), jnp.ones((5, 1))
+    got = fast(lambda x: moe.experts(x, one, ids, gate, up, down, gelu_tanh))(tokens(5))
+    want = fast(geglu)(tokens(5)[None], gate[2], up[2], down[2])[0]
+    np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 @pytest.mark.parametrize("n", [7, 130])
