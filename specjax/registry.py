@@ -30,6 +30,7 @@ DRAFTERS: dict[str, str] = {
     "ngram": "specjax.drafters.ngram",
     "eagle3": "specjax.drafters.eagle3",
     "mtp": "specjax.drafters.mtp",
+    "assistant": "specjax.drafters.assistant",
     "dflash": "specjax.drafters.dflash",
     "dspark": "specjax.drafters.dspark",
     "draft_model": "specjax.drafters.draft_model",
