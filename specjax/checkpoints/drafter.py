@@ -53,7 +53,7 @@ def load_drafter(
     where = files.where
     refuse_quantised(files.hf, where)
     found = formats.detect(files)
-    if method is not None and method != found.method:
+    if method is not None and method not in (found.method, *found.called):
         raise ValueError(f"{where} holds a {found.method} drafter ({found.format} format), not {method}")
     names, given = dict(found.names), dict(found.settings)
     if found.method == "draft_model":

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 #: Modules tried in this order; the first whose ``matches`` says yes reads the folder.
-FORMATS = ("speculators", "deepspec", "zlab", "transformers_dflash", "eagle", "model")
+FORMATS = ("speculators", "deepspec", "zlab", "transformers_dflash", "eagle", "assistant", "model")
 
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -41,7 +41,7 @@ class Found:
     reason. ``notes``: assumptions worth telling, because the file does not say; one that ends in
     "(setting=...)" is left out when the user gives that setting. ``made_for``: the target it
     names ("" = none). ``borrows``: embedding and head may be the target's; ``own_embed`` and ``own_head`` are
-    then added to the settings.
+    then added to the settings. ``called``: other methods that a request may name and mean this one.
     """
 
     method: str
@@ -52,6 +52,7 @@ class Found:
     notes: tuple[str, ...] = ()
     made_for: str = ""
     borrows: bool = True
+    called: tuple[str, ...] = ()
 
 
 def detect(files: Files) -> Found:
@@ -67,7 +68,8 @@ def detect(files: Files) -> Found:
     }
     raise ValueError(
         f"{files.where}: no known drafter format; its config says {said}. Known: EAGLE-3, DFlash and DSpark in the "
-        "layouts of speculators, DeepSpec, z-lab and SpecForge, and any supported target family as a draft model"
+        "layouts of speculators, DeepSpec, z-lab and SpecForge, Gemma 4 assistants, and any supported target family as a "
+        "draft model"
     )
 
 
