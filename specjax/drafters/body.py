@@ -1,23 +1,36 @@
-"""The transformer layer that learned drafters share: grouped-query attention with optional head norms,
-SwiGLU, pre-norm. Llama-style and Qwen3-style bodies differ in ``qk_norm`` only.
+"""The transformer layer that learned drafters share: grouped-query attention with optional head norms and a gated
+feed-forward block.
+
+Flavour "plain" is Llama's and Qwen3's layer, which differ in ``qk_norm`` only. Flavour "gemma4" has norms after
+attention and feed-forward block as well as before, all of them rounded once; values that are normed without a weight;
+scores without a scale; tanh-GELU; and a factor for the layer's output.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from flax import struct
 from jaxtyping import Array, Float
 
 from specjax.layers.linear import linear
-from specjax.layers.norm import rms_norm
-from specjax.layers.rope import RopeConfig, rope_config
+from specjax.layers.mlp import geglu, swiglu
+from specjax.layers.norm import rms_norm, rms_norm_wide
+from specjax.layers.rope import RopeConfig, rope_config, rotate
 from specjax.types import ArraySpec
+
+Flavour = Literal["plain", "gemma4"]
+#: Activations of each flavour, as configs spell them; None = not said.
+_ACTIVATIONS = {"plain": ("silu", None), "gemma4": ("gelu_pytorch_tanh", None)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Body:
-    """Frozen geometry of a drafter's layers. ``windows``: per layer, None = full attention."""
+    """Frozen geometry of a drafter's layers.
+
+    ``windows``: per layer, None = full attention. ``values_from_keys``: no projection for values, they are the
+    normed keys (before the weight of their norm and rope); only in flavour "gemma4".
+    """
 
     hidden_size: int
     heads: int
@@ -30,21 +43,41 @@ class Body:
     qkv_bias: bool = False
     o_bias: bool = False
     windows: tuple[int | None, ...] = (None,)
+    flavour: Flavour = "plain"
+    values_from_keys: bool = False
 
     @property
     def layers(self) -> int:
         return len(self.windows)
 
+    @property
+    def scale(self) -> float:
+        """Factor of attention scores; Gemma's norms of queries and keys set it instead."""
+        return self.head_dim**-0.5 if self.flavour == "plain" else 1.0
 
-def body(hf: Mapping[str, Any], qk_norm: bool) -> Body:
+    def __post_init__(self):
+        if self.flavour not in get_args(Flavour):
+            raise ValueError(
+                f"drafter body: flavour must be one of {get_args(Flavour)}, got {self.flavour!r}"
+            )
+        if self.flavour == "gemma4" and (not self.qk_norm or self.qkv_bias or self.o_bias):
+            raise ValueError("drafter body: a gemma4 body norms queries and keys and has no bias")
+        if self.values_from_keys and self.flavour != "gemma4":
+            raise ValueError("drafter body: only a gemma4 body makes values of keys")
+
+
+def body(
+    hf: Mapping[str, Any], qk_norm: bool, flavour: Flavour = "plain", values_from_keys: bool = False
+) -> Body:
     """Body from transformer keys as Hugging Face configs spell them.
 
     Raises ValueError for a setting that is not implemented, KeyError for a missing one.
     """
-    if hf.get("hidden_act", "silu") != "silu" or hf.get("mlp_bias"):
+    activations = _ACTIVATIONS.get(flavour, ())
+    if hf.get("hidden_act") not in activations or hf.get("mlp_bias"):
         raise ValueError(
             f"drafter body: hidden_act={hf.get('hidden_act')!r}, mlp_bias={hf.get('mlp_bias')!r}; "
-            "supported: silu without bias"
+            f"supported in flavour {flavour!r}: {' '.join(activations[:1])} without bias"
         )
     heads, width, layers = (
         int(hf["num_attention_heads"]),
@@ -65,6 +98,8 @@ def body(hf: Mapping[str, Any], qk_norm: bool) -> Body:
         qkv_bias=bias,
         o_bias=bias,
         windows=_windows(hf, layers),
+        flavour=flavour,
+        values_from_keys=values_from_keys,
     )
 
 
@@ -84,12 +119,15 @@ def _windows(hf: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
 
 @struct.dataclass
 class Layer:
-    """Weights of one layer. ``W`` is the width its attention reads (2D in EAGLE-3's first layer)."""
+    """Weights of one layer. ``W`` is the width its attention reads (2D in EAGLE-3's first layer).
+
+    The last three are Gemma's: norms of what attention and feed-forward block add, and the factor of the output.
+    """
 
     attn_norm: Float[Array, " D"]
     q: Float[Array, "H C W"]
     k: Float[Array, "G C W"]
-    v: Float[Array, "G C W"]
+    v: Float[Array, "G C W"] | None
     o: Float[Array, "D H C"]
     q_bias: Float[Array, "H C"] | None
     k_bias: Float[Array, "G C"] | None
@@ -101,10 +139,16 @@ class Layer:
     gate: Float[Array, "F D"]
     up: Float[Array, "F D"]
     down: Float[Array, "D F"]
+    post_attn_norm: Float[Array, " D"] | None
+    post_mlp_norm: Float[Array, " D"] | None
+    scalar: Float[Array, "1"] | None
 
 
 def layer_specs(cfg: Body, prefix: str, width: int | None = None) -> Layer:
-    """Specs of one layer under ``prefix`` ("layers.0."), by the names all formats share."""
+    """Specs of one layer under ``prefix`` ("layers.0."), by the names all formats share.
+
+    ``post_attention_layernorm`` stands before the feed-forward block of a plain layer, and in Gemma after attention.
+    """
     d, h, g, c, f = cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.mlp_size
     w = d if width is None else width
     spec = lambda name, shape, axes, init="normal": ArraySpec(shape, axes, (prefix + name,), init)  # noqa: E731
@@ -112,11 +156,15 @@ def layer_specs(cfg: Body, prefix: str, width: int | None = None) -> Layer:
     bias = lambda name, n, axis: (  # noqa: E731
         spec(f"self_attn.{name}_proj.bias", (n, c), (axis, None), "zeros") if cfg.qkv_bias else None
     )
+    gemma = cfg.flavour == "gemma4"
+    vector = lambda name, on=True: spec(f"{name}.weight", (d,), (None,), "ones") if on else None  # noqa: E731
     return Layer(
-        attn_norm=spec("input_layernorm.weight", (d,), (None,), "ones"),
+        attn_norm=vector("input_layernorm"),
         q=spec("self_attn.q_proj.weight", (h, c, w), ("heads", None, None)),
         k=spec("self_attn.k_proj.weight", (g, c, w), ("kv_heads", None, None)),
-        v=spec("self_attn.v_proj.weight", (g, c, w), ("kv_heads", None, None)),
+        v=None
+        if cfg.values_from_keys
+        else spec("self_attn.v_proj.weight", (g, c, w), ("kv_heads", None, None)),
         o=spec("self_attn.o_proj.weight", (d, h, c), (None, "heads", None)),
         q_bias=bias("q", h, "heads"),
         k_bias=bias("k", g, "kv_heads"),
@@ -124,29 +172,66 @@ def layer_specs(cfg: Body, prefix: str, width: int | None = None) -> Layer:
         o_bias=spec("self_attn.o_proj.bias", (d,), (None,), "zeros") if cfg.o_bias else None,
         q_norm=head("q_norm", cfg.qk_norm),
         k_norm=head("k_norm", cfg.qk_norm),
-        mlp_norm=spec("post_attention_layernorm.weight", (d,), (None,), "ones"),
+        mlp_norm=vector("pre_feedforward_layernorm" if gemma else "post_attention_layernorm"),
         gate=spec("mlp.gate_proj.weight", (f, d), ("mlp", None)),
         up=spec("mlp.up_proj.weight", (f, d), ("mlp", None)),
         down=spec("mlp.down_proj.weight", (d, f), (None, "mlp")),
+        post_attn_norm=vector("post_attention_layernorm", gemma),
+        post_mlp_norm=vector("post_feedforward_layernorm", gemma),
+        scalar=spec("layer_scalar", (1,), (None,), "ones") if gemma else None,
     )
+
+
+def norm(x: Float[Array, "*N D"], weight: Float[Array, " D"], cfg: Body) -> Float[Array, "*N D"]:
+    """RMS norm in the flavour's rounding."""
+    return (rms_norm if cfg.flavour == "plain" else rms_norm_wide)(x, weight, cfg.eps)
+
+
+def turn(
+    x: Float[Array, "B Q N C"], cfg: Body, angles: tuple[Float[Array, "B Q R"], Float[Array, "B Q R"]]
+) -> Float[Array, "B Q N C"]:
+    """Queries or keys at their positions."""
+    return rotate(x, *angles, cfg.rope.pair)
 
 
 def queries(layer: Layer, cfg: Body, x: Float[Array, "B Q W"]) -> Float[Array, "B Q H C"]:
     """Queries before rope."""
     q = linear(x, layer.q, layer.q_bias)
-    return q if layer.q_norm is None else rms_norm(q, layer.q_norm, cfg.eps)
+    return q if layer.q_norm is None else norm(q, layer.q_norm, cfg)
 
 
 def keys_values(
     layer: Layer, cfg: Body, x: Float[Array, "B Q W"]
 ) -> tuple[Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
-    """Keys (before rope) and values."""
-    k = linear(x, layer.k, layer.k_bias)
-    k = k if layer.k_norm is None else rms_norm(k, layer.k_norm, cfg.eps)
-    return k, linear(x, layer.v, layer.v_bias)
+    """Keys (before rope) and values. Gemma's values are normed without a weight."""
+    raw = linear(x, layer.k, layer.k_bias)
+    v = raw if layer.v is None else linear(x, layer.v, layer.v_bias)
+    k = raw if layer.k_norm is None else norm(raw, layer.k_norm, cfg)
+    return k, v if cfg.flavour == "plain" else rms_norm_wide(v, None, cfg.eps)
 
 
 def output(layer: Layer, mixed: Float[Array, "B Q H C"]) -> Float[Array, "B Q D"]:
     """The output projection of attention."""
     heads = mixed.reshape(*mixed.shape[:2], -1)
     return linear(heads, layer.o.reshape(layer.o.shape[0], -1), layer.o_bias)
+
+
+def feed(layer: Any, cfg: Body, x: Float[Array, "B Q D"]) -> Float[Array, "B Q D"]:
+    """The feed-forward block of a layer of any attention, over rows that are normed already."""
+    return (swiglu if cfg.flavour == "plain" else geglu)(x, layer.gate, layer.up, layer.down)
+
+
+def after_attention(
+    layer: Any, cfg: Body, x: Float[Array, "B Q D"], added: Float[Array, "B Q D"]
+) -> Float[Array, "B Q D"]:
+    """The residual stream with what attention adds; ``layer`` may have any attention if the body is plain."""
+    return x + (added if cfg.flavour == "plain" else norm(added, layer.post_attn_norm, cfg))
+
+
+def after_mlp(
+    layer: Any, cfg: Body, x: Float[Array, "B Q D"], added: Float[Array, "B Q D"]
+) -> Float[Array, "B Q D"]:
+    """A layer's output: the residual stream with what the feed-forward block adds, in Gemma scaled as a whole."""
+    if cfg.flavour == "plain":
+        return x + added
+    return (x + norm(added, layer.post_mlp_norm, cfg)) * layer.scalar.astype(x.dtype)

@@ -16,14 +16,12 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.cache import DenseKV
-from specjax.drafters import dflash2, pick
-from specjax.drafters.body import Layer, keys_values, layer_specs, output, queries
+from specjax.drafters import body, dflash2, pick
+from specjax.drafters.body import Layer, keys_values, layer_specs, norm, output, queries, turn
 from specjax.drafters.dflash_config import Config, check_k, config, max_k, tiny_fields
 from specjax.layers.attention import attend_parts
 from specjax.layers.linear import linear
-from specjax.layers.mlp import swiglu
-from specjax.layers.norm import rms_norm
-from specjax.layers.rope import rope_angles, rotate
+from specjax.layers.rope import rope_angles
 from specjax.types import AbsorbIn, ArraySpec, Ctx, Mode, Proposal, Shared, TapSpec
 
 __all__ = [
@@ -120,12 +118,12 @@ def inject(
     The fused vector is the same for all layers and passes no other norm. After a verification rows at or
     beyond ``keep`` land in slots that are invisible until they are overwritten.
     """
-    fused = rms_norm(linear(features, p.fc), p.hidden_norm, cfg.body.eps)
+    fused = norm(linear(features, p.fc), p.hidden_norm, cfg.body)
     angles = rope_angles(cfg.body.rope, pos)
 
     def one(layer: Layer, kv: DenseKV) -> DenseKV:
         k, v = keys_values(layer, cfg.body, fused)
-        return kv.extend(rotate(k, *angles), v, pos, keep, mode)[-1]
+        return kv.extend(turn(k, cfg.body, angles), v, pos, keep, mode)[-1]
 
     return tuple(one(layer, kv) for layer, kv in zip(p.layers, dstate, strict=True))
 
@@ -177,7 +175,7 @@ def drafting_rows(
     angles = rope_angles(cfg.body.rope, start[:, None] + jnp.arange(cfg.rows))
     for i, kv in enumerate(dstate):
         x = _layer(p, cfg, i, x, kv, start, angles)
-    return rms_norm(x[:, cfg.first : cfg.first + k], p.norm, cfg.body.eps)
+    return norm(x[:, cfg.first : cfg.first + k], p.norm, cfg.body)
 
 
 def block_inputs(p: Weights, shared: Shared, cfg: Config, anchor: Int[Array, " B"]) -> Float[Array, "B N D"]:
@@ -191,24 +189,26 @@ def block_inputs(p: Weights, shared: Shared, cfg: Config, anchor: Int[Array, " B
 
 def _layer(p: Weights, cfg: Config, i: int, x, kv: DenseKV, start, angles):
     """One layer over the block's rows."""
-    layer, eps = p.layers[i], cfg.body.eps
+    layer, shape = p.layers[i], cfg.body
     convs = None if p.convs is None else p.convs[i]
 
     def attention(n):
-        q = rotate(queries(layer, cfg.body, n), *angles)
-        k, v = keys_values(layer, cfg.body, n)
-        k, v = rotate(k, *angles).swapaxes(1, 2), v.swapaxes(1, 2)
+        q = turn(queries(layer, shape, n), shape, angles)
+        k, v = keys_values(layer, shape, n)
+        k, v = turn(k, shape, angles).swapaxes(1, 2), v.swapaxes(1, 2)
         past = context_visible(cfg, i, start, kv.k.shape[2])
         own = jnp.broadcast_to(block_visible(cfg, i), (x.shape[0], cfg.rows, cfg.rows))
-        mixed = attend_parts(q, ((kv.k, kv.v, past), (k, v, own)), cfg.body.head_dim**-0.5)
+        mixed = attend_parts(q, ((kv.k, kv.v, past), (k, v, own)), shape.scale)
         return output(layer, mixed)
 
     def mlp(n):
-        return swiglu(n, layer.gate, layer.up, layer.down)
+        return body.feed(layer, shape, n)
 
-    normed = rms_norm(x, layer.attn_norm, eps)
-    x = x + dflash2.around(convs and convs.attention, cfg.conv, normed, attention)
-    return x + dflash2.around(convs and convs.mlp, cfg.conv, rms_norm(x, layer.mlp_norm, eps), mlp)
+    normed = norm(x, layer.attn_norm, shape)
+    added = dflash2.around(convs and convs.attention, cfg.conv, normed, attention)
+    x = body.after_attention(layer, shape, x, added)
+    added = dflash2.around(convs and convs.mlp, cfg.conv, norm(x, layer.mlp_norm, shape), mlp)
+    return body.after_mlp(layer, shape, x, added)
 
 
 def context_visible(cfg: Config, i: int, start: Int[Array, " B"], slots: int) -> Bool[Array, "B N S"]:

@@ -103,6 +103,7 @@ SETTINGS = {
     "k", "drafting", "layout", "taps", "mask_id", "block_size", "fc_width", "transformer", "causal", "window_from",
     "vocab_size", "draft_vocab", "own_embed", "own_head", "embed_rows", "head_rows", "mask_embedding",
     "input_scale", "output_multiplier", "softcap", "conv", "selector", "target_layers",
+    "flavour", "values_from_keys",
 }  # fmt: skip
 
 
@@ -125,7 +126,8 @@ def check_names(settings: Mapping[str, Any], known: set[str], kind: str) -> None
 
 def fields(settings: Mapping[str, Any], target_cfg: Any) -> dict[str, Any]:
     """Checked fields of :class:`Config`; keys a drafter built on DFlash adds are left to it."""
-    shape = body(settings["transformer"], qk_norm=True)
+    flavour, from_keys = settings.get("flavour") or "plain", bool(settings.get("values_from_keys"))
+    shape = body(settings["transformer"], True, flavour, from_keys)
     layout, rows = settings["layout"], int(settings["block_size"])
     own_embed = int(settings["embed_rows"]) if settings.get("own_embed") else None
     own_head = int(settings["head_rows"]) if settings.get("own_head") else None

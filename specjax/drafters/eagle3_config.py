@@ -21,7 +21,8 @@ class Config:
     the feature and there is no projection. ``vocab_size``, ``target_size``: the target's. ``head_rows``: rows of
     the drafter's head. ``reduced``: they are not the first target ids, the table ``d2t`` says which.
     ``norm_before_residual``: the residual stream starts from the normed feature. ``norm_before_fc``: one norm
-    over the joined taps; ``fc_norm``: one per tap. ``norm_output``: what is recycled is normed.
+    over the joined taps; ``fc_norm``: one per tap. ``norm_output``: what is recycled is normed. ``input_scale``
+    multiplies embeddings, ``logit_scale`` logits, before ``softcap``.
     """
 
     k: int
@@ -41,6 +42,8 @@ class Config:
     own_embed: bool = False
     own_head: bool = True
     logit_scale: float = 1.0
+    input_scale: float = 1.0
+    softcap: float | None = None
 
     def __post_init__(self):
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
@@ -57,7 +60,7 @@ FLAGS = (
 )  # fmt: skip
 _OPTIONAL = {
     "k", "drafting", "draft_vocab_size", "target_hidden_size", "use_aux_hidden_state", "fc_inputs", "latent",
-    "qk_norm", "o_bias", "logit_scale", *FLAGS,
+    "qk_norm", "o_bias", "logit_scale", "input_scale", "softcap", "flavour", "values_from_keys", *FLAGS,
 }  # fmt: skip
 _REQUIRED = {"transformer", "taps"}
 
@@ -67,7 +70,8 @@ def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:
 
     ``transformer``: the drafter's layers as Hugging Face keys, ``vocab_size`` included. ``taps``: indices of the
     target's residual stream (0 = embedding output ... L = after the last layer). ``fc_inputs``: width the stored
-    projection reads. ``qk_norm``, ``o_bias``, ``latent`` (latent attention): facts the keys do not tell.
+    projection reads. ``qk_norm``, ``o_bias``, ``latent`` (latent attention), ``flavour``, ``values_from_keys``: facts
+    the keys do not tell.
     The rest are fields of :class:`Config` and ``draft_vocab_size``, ``target_hidden_size``,
     ``use_aux_hidden_state`` as checkpoints spell them.
 
@@ -92,6 +96,8 @@ def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:
         head_rows=head_rows if given.get("own_head", True) or given.get("reduced") else target_cfg.vocab_size,
         embed_rows=rows if given.get("own_embed") else int(target_cfg.vocab_size),
         logit_scale=float(given.get("logit_scale", 1.0)),
+        input_scale=float(given.get("input_scale", 1.0)),
+        softcap=float(given["softcap"]) if given.get("softcap", 0) > 0 else None,
         **{name: given[name] for name in FLAGS if name in given},
     )
     check_vocab("eagle3", rows, out.vocab_size)
@@ -114,10 +120,17 @@ def _known(settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def _layers(hf: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Body, Latent | None]:
-    layers = body(hf, qk_norm=bool(given.get("qk_norm", False)))
+    layers = body(
+        hf,
+        bool(given.get("qk_norm", False)),
+        given.get("flavour", "plain"),
+        bool(given.get("values_from_keys", False)),
+    )
     layers = dataclasses.replace(layers, o_bias=bool(given.get("o_bias", layers.o_bias)))
     if not given.get("latent"):
         return layers, None
+    if layers.flavour != "plain":
+        raise ValueError(f"latent attention in a body of flavour {layers.flavour!r} is not supported")
     if layers.qk_norm:
         raise ValueError(
             "latent attention has norms of its own: q_norm and k_norm per head do not go with it"

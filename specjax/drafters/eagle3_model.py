@@ -11,9 +11,7 @@ from specjax.drafters import body, mla
 from specjax.drafters.eagle3_config import Config
 from specjax.layers.attention import attend
 from specjax.layers.linear import linear
-from specjax.layers.mlp import swiglu
-from specjax.layers.norm import rms_norm
-from specjax.layers.rope import rope_angles, rotate
+from specjax.layers.rope import rope_angles
 from specjax.types import AbsorbIn, ArraySpec, Mode, Shared
 
 
@@ -76,10 +74,10 @@ def fuse(p: Weights, cfg: Config, block: AbsorbIn) -> Float[Array, "B Q D"]:
         return jnp.asarray(block.hidden, kind)
     parts = [block.taps[j].astype(kind) for j in cfg.taps]
     if p.fc_norm is not None:
-        parts = [rms_norm(x, w, cfg.body.eps) for x, w in zip(parts, p.fc_norm, strict=True)]
+        parts = [body.norm(x, w, cfg.body) for x, w in zip(parts, p.fc_norm, strict=True)]
     joined = jnp.concatenate(parts, -1)
     if p.input_norm is not None:
-        joined = rms_norm(joined, p.input_norm, cfg.body.eps)
+        joined = body.norm(joined, p.input_norm, cfg.body)
     return linear(joined, p.fc)
 
 
@@ -108,20 +106,24 @@ def run(
 ) -> tuple[Float[Array, "B D"], tuple[DenseKV | RingKV, ...]]:
     """Output of row ``at.last`` (before the final norm) and the caches with the whole block written.
 
-    Of the last layer only that row is computed: the others matter to nothing but the caches.
+    Of the last layer only that row is computed: the others matter to nothing but the caches. Embeddings are raw
+    table rows; their scale is the drafter's own, never the target's.
     """
-    eps, pos, kept = cfg.body.eps, at.pos, []
-    normed = rms_norm(feature, p.hidden_norm, eps)
+    shape, pos, kept = cfg.body, at.pos, []
+    normed = body.norm(feature, p.hidden_norm, shape)
+    embedded = embedded * jnp.asarray(cfg.input_scale, embedded.dtype)
     x = normed if cfg.norm_before_residual else feature
-    u = jnp.concatenate([rms_norm(embedded, p.layers[0].attn_norm, eps), normed], -1)
+    u = jnp.concatenate([body.norm(embedded, p.layers[0].attn_norm, shape), normed], -1)
     for i, (layer, kv) in enumerate(zip(p.layers, cache, strict=True)):
-        u = rms_norm(x, layer.attn_norm, eps) if i else u
+        u = body.norm(x, layer.attn_norm, shape) if i else u
         k, v = _keys_values(layer, cfg, u, pos)
         keys, values, key_pos, kv = kv.extend(k, v, pos, at.valid, at.mode)
         if i == len(cache) - 1:
             u, x, pos = (_row(a, at.last) for a in (u, x, pos))
-        x = x + _attention(layer, cfg, u, pos, (keys, values, key_pos), cfg.body.windows[i])
-        x = x + swiglu(rms_norm(x, layer.mlp_norm, eps), layer.gate, layer.up, layer.down)
+        added = _attention(layer, cfg, u, pos, (keys, values, key_pos), shape.windows[i])
+        x = body.after_attention(layer, shape, x, added)
+        added = body.feed(layer, shape, body.norm(x, layer.mlp_norm, shape))
+        x = body.after_mlp(layer, shape, x, added)
         kept.append(kv)
     return x[:, 0], tuple(kept)
 
@@ -135,30 +137,32 @@ def _keys_values(layer, cfg: Config, u, pos):
     if cfg.mla is not None:
         return mla.keys_values(layer, cfg.body, cfg.mla, u, pos)
     k, v = body.keys_values(layer, cfg.body, u)
-    return rotate(k, *rope_angles(cfg.body.rope, pos)), v
+    return body.turn(k, cfg.body, rope_angles(cfg.body.rope, pos)), v
 
 
 def _attention(layer, cfg: Config, u, pos, cached, window):
     if cfg.mla is not None:
         return mla.mix(layer, cfg.body, cfg.mla, u, pos, cached, window)
     keys, values, key_pos = cached
-    q = rotate(body.queries(layer, cfg.body, u), *rope_angles(cfg.body.rope, pos)).astype(keys.dtype)
-    out = attend(q, keys, values, pos, key_pos, cfg.body.head_dim**-0.5, window)
+    q = body.turn(body.queries(layer, cfg.body, u), cfg.body, rope_angles(cfg.body.rope, pos))
+    out = attend(q.astype(keys.dtype), keys, values, pos, key_pos, cfg.body.scale, window)
     return body.output(layer, out.astype(u.dtype))
 
 
 def recycled(p: Weights, cfg: Config, x: Float[Array, "B D"]) -> Float[Array, "B D"]:
     """What the next draft step receives in place of a feature, and what :func:`logits` reads."""
-    return rms_norm(x, p.norm, cfg.body.eps) if cfg.norm_output else x
+    return body.norm(x, p.norm, cfg.body) if cfg.norm_output else x
 
 
 def logits(p: Weights, shared: Shared, cfg: Config, state: Float[Array, "B D"]) -> Float[Array, "B Vd"]:
-    """float32 logits over the draft vocabulary; rows of a head beyond the target's vocabulary are left out."""
-    normed = state if cfg.norm_output else rms_norm(state, p.norm, cfg.body.eps)
+    """float32 logits over the draft vocabulary, soft-capped if the drafter says so (the target's own cap is not
+    its); rows of a head beyond the target's vocabulary are left out."""
+    normed = state if cfg.norm_output else body.norm(state, p.norm, cfg.body)
     head = shared.head if p.head is None else p.head
     if p.head is None and p.d2t is not None:
         head = head[target_ids(p, cfg)]
     out = linear(normed.astype(head.dtype), head, out_dtype=jnp.float32) * cfg.logit_scale
+    out = out if cfg.softcap is None else cfg.softcap * jnp.tanh(out / cfg.softcap)
     return out[:, : cfg.vocab_size]
 
 

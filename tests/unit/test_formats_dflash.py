@@ -282,7 +282,7 @@ def test_other_kinds(tmp_path):
         )
     with pytest.raises(ValueError, match="kind 'xpress' are not supported"):
         load(folder(tmp_path / "b", {**SPECULATORS, "speculators_model_type": "xpress"}))
-    with pytest.raises(ValueError, match="Gemma4DSparkModel is not supported"):
+    with pytest.raises(ValueError, match=r"Gemma 4 layers has: .*layers\.0\.layer_scalar"):
         load(folder(tmp_path / "c", {**DEEPSPEC, "architectures": ["Gemma4DSparkModel"]}))
 
 

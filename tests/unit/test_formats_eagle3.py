@@ -330,7 +330,9 @@ REFUSED = {
     "no positions": (flat("latent", mla_use_nope=True), lambda: tensors("latent"), "mla_use_nope=True"),
     "P-EAGLE": (nested(speculators_model_type="peagle"), LAYERS_0, "'peagle' are not supported"),
     "layers of the target": (copied(num_target_layers=36), LAYERS_0, "36 layers, this one has 12"),
-    "Gemma": (copied(architectures=["Gemma4Eagle3Model"]), LAYERS_0, "Gemma4Eagle3Model is not supported"),
+    "Gemma by name": (
+        copied(architectures=["Gemma4Eagle3Model"]), LAYERS_0, "lacks.*Gemma 4 layers.*layers.0.layer_scalar",
+    ),
     "missing size": (flat(num_attention_heads=None), tensors, "lacks 'num_attention_heads'"),
 }  # fmt: skip
 

@@ -4,14 +4,14 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.checkpoints.formats import Files, Found
+from specjax.checkpoints.formats import Files, Found, deepspec_gemma4
 
-#: Model class (``architectures``) -> module that reads it; None = known, but not supported.
-CLASSES: dict[str, str | None] = {
-    "Qwen3Eagle3Model": "deepspec_eagle3",
-    "Gemma4Eagle3Model": None,
-    "Qwen3DSparkModel": "deepspec_dspark",
-    "Gemma4DSparkModel": None,
+#: Model class (``architectures``) -> module that reads it, and whether its layers are Gemma 4's.
+CLASSES: dict[str, tuple[str, bool]] = {
+    "Qwen3Eagle3Model": ("deepspec_eagle3", False),
+    "Gemma4Eagle3Model": ("deepspec_eagle3", True),
+    "Qwen3DSparkModel": ("deepspec_dspark", False),
+    "Gemma4DSparkModel": ("deepspec_dspark", True),
 }
 
 
@@ -21,10 +21,7 @@ def matches(hf: Mapping[str, Any]) -> bool:
 
 
 def read(files: Files) -> Found:
-    """The drafter, read by its class's module; ValueError for a class that is not supported."""
-    name = next(n for n in files.hf["architectures"] if n in CLASSES)
-    module = CLASSES[name]
-    if module is None:
-        known = [n for n, m in CLASSES.items() if m]
-        raise ValueError(f"{files.where}: {name} is not supported; known: {', '.join(known)}")
-    return importlib.import_module(f"{__package__}.{module}").read(files)
+    """The drafter, read by its class's module."""
+    name, gemma = CLASSES[next(n for n in files.hf["architectures"] if n in CLASSES)]
+    module = importlib.import_module(f"{__package__}.{name}")
+    return deepspec_gemma4.read(files, module.read) if gemma else module.read(files)
