@@ -58,7 +58,9 @@ def load(
     """
     with line(verbose) as say:
         say(f"loading {target}")
-        wanted = attach.plan(drafter, speculative_config, drafter_config)
+        wanted = attach.plan(
+            drafter, speculative_config, drafter_config, None if str(target) == "tiny" else target
+        )
         params = _target(target, dtype, say, shapes_only)
         return params if wanted is None else attach.attach(params, wanted, say)
 

@@ -24,12 +24,13 @@ Say = Callable[[str], None]
 @dataclasses.dataclass(frozen=True)
 class Ask:
     """One drafter asked for. ``name`` None: its files say. ``settings``: fields that replace defaults or the
-    file's; ``spec``: the speculative config, if there is one."""
+    file's; ``spec``: the speculative config, if there is one. ``inside``: the files are the target's own."""
 
     name: str | None
     source: hub.Source | None
     settings: Mapping[str, Any]
     spec: Speculative | None
+    inside: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,10 @@ class _Ready:
     made_for: str = ""
 
 
-def plan(drafter: Any, speculative_config: Any, drafter_config: Any) -> Plan | None:
-    """What is to be attached; None when nothing was asked for.
+def plan(
+    drafter: Any, speculative_config: Any, drafter_config: Any, target: str | Path | None = None
+) -> Plan | None:
+    """What is to be attached; None when nothing was asked for. ``target``: where its files are, if it has any.
 
     Raises ValueError for a name, a combination or a setting that makes no sense, FileNotFoundError or OSError
     for files that cannot be had.
@@ -69,7 +72,7 @@ def plan(drafter: Any, speculative_config: Any, drafter_config: Any) -> Plan | N
     pairs = _names(items, chain, spec)
     settings = _per_drafter(drafter_config, len(pairs), chain)
     specs = _shares(spec, pairs)
-    asks = tuple(map(_ask, pairs, settings, specs))
+    asks = tuple(_ask(*one, target) for one in zip(pairs, settings, specs, strict=True))
     return Plan(asks, "auto" if spec is None else spec.rule)
 
 
@@ -166,7 +169,9 @@ def _per_drafter(settings: Any, drafters: int, chain: bool) -> list[Mapping[str,
     return [dict(one or {}) for one in listed]
 
 
-def _ask(pair: tuple[str | None, Any], settings: Mapping[str, Any], spec: Speculative | None) -> Ask:
+def _ask(
+    pair: tuple[str | None, Any], settings: Mapping[str, Any], spec: Speculative | None, target: Any
+) -> Ask:
     name, where = pair
     if spec is not None:
         for key, said in (("k", spec.k), ("drafting", spec.drafting)):
@@ -179,6 +184,8 @@ def _ask(pair: tuple[str | None, Any], settings: Mapping[str, Any], spec: Specul
     if where is None:
         if spec is not None and spec.revision is not None:
             raise ValueError(f"speculative_config: revision={spec.revision!r} is of no use without a model")
+        if target is not None and getattr(registry.drafter(str(name)), "INSIDE", False):
+            return Ask(name, hub.resolve(target), settings, spec, inside=True)
         _usable_alone(str(name))
         return Ask(name, None, settings, spec)
     if name is not None and hasattr(registry.drafter(name), "default"):
@@ -247,6 +254,8 @@ def _load(params: Params, ask: Ask, say: Say) -> _Ready:
         method=ask.name,
         settings=_common(ask) | dict(ask.settings),
         tokenizer_id=meta.tokenizer_id,
+        eos_ids=meta.eos_ids,
+        inside=ask.inside,
         shapes_only=isinstance(lent.embed, jax.ShapeDtypeStruct),
         progress=lambda done, total, name: say(f"loading drafter {source.name}: {done}/{total} {name}"),
     )

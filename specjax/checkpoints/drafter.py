@@ -37,27 +37,32 @@ def load_drafter(
     method: str | None = None,
     settings: Mapping[str, Any] | None = None,
     tokenizer_id: str = "",
+    eos_ids: tuple[int, ...] = (),
+    inside: bool = False,
     progress: tree.Progress | None = None,
     shapes_only: bool = False,
 ) -> LoadedDrafter:
     """Read a drafter folder, or a GGUF file of a draft model, for a target.
 
     ``method``: the kind that is expected. ``settings`` replace what the file says (``k``, ``drafting``,
-    ``layout``, ``taps``, ...). ``tokenizer_id``: the target's, which a draft model's must agree with. Embedding
-    and head equal to the target's are borrowed, not stored twice. ``shapes_only``: the weights are
-    ``jax.ShapeDtypeStruct``, and an embedding or head of the target's shape is taken for a copy of it.
+    ``layout``, ``taps``, ...). ``tokenizer_id``: the target's, which a draft model's must agree with.
+    ``eos_ids``: ids that end its turns. ``inside``: the folder is the target's own. Embedding and head equal to the
+    target's are borrowed, not stored twice. ``shapes_only``: the weights are ``jax.ShapeDtypeStruct``, and an
+    embedding or head of the target's shape is taken for a copy of it.
     Raises ValueError before weights are allocated: another kind than expected, a tensor missing or unknown, a
     setting not understood, a drafter that does not fit the target.
     """
     files, own_tokenizer = _open(source, target_cfg)
     where = files.where
     refuse_quantised(files.hf, where)
-    found = formats.detect(files)
+    found = formats.detect(files, method, inside)
     if method is not None and method not in (found.method, *found.called):
         raise ValueError(f"{where} holds a {found.method} drafter ({found.format} format), not {method}")
     names, given = dict(found.names), dict(found.settings)
     if found.method == "draft_model":
         given["compared"] = _compare(where, own_tokenizer, tokenizer_id)
+    if found.method == "mtp":
+        given["eos_ids"] = eos_ids
     if found.borrows:
         given |= _borrow(files, names, shared, dtype)
     cfg = _configure(found.method, given, settings or {}, target_cfg, where)
@@ -137,7 +142,7 @@ def _fill(
     progress,
     shapes_only: bool,
 ) -> Any:
-    unread = set(files.shapes) - set(found.names.values())
+    unread = set() if found.part else set(files.shapes) - set(found.names.values())
     unread = {n for n in unread if not n.endswith((*tree.HARMLESS, *found.skipped))}
     if unread:
         warnings.warn(

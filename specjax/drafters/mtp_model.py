@@ -122,8 +122,9 @@ def _mix(layer: Any, cfg: Config, u, pos, cached):
     model, angles = cfg.model, rope_angles(cfg.model.rope, pos)
     if not _has_latent(cfg):
         return qwen3_5.mix(layer.mixer, model, u, pos, angles, cached)
-    *held, key_pos = cached
-    return latent.mix(layer, model.latent, deepseek.LOW_RANK_EPS, u, angles, held, causal(pos, key_pos))
+    keys, low, key_pos = cached
+    visible = causal(pos, key_pos)
+    return latent.mix(layer, model.latent, deepseek.LOW_RANK_EPS, u, angles, (keys, low), visible)
 
 
 def head(p: Weights, shared: Shared, cfg: Config) -> Float[Array, "Vd D"]:

@@ -42,7 +42,7 @@ def skipped(cfg: Config) -> dict[str, str]:
         ("vision_tower.", "mm_projector.", "model.mm_projector."), "image encoder; text only"
     )
     reason = "multi-token prediction: a drafter's weights, not the target's"
-    return image | {f"model.layers.{i}.": reason for i in mtp}
+    return image | dict.fromkeys((*(f"model.layers.{i}." for i in mtp), "model.mtp.", "mtp."), reason)
 
 
 @struct.dataclass

@@ -214,7 +214,7 @@ def test_assumptions_are_told_and_kept(small, monkeypatch):
     """CKP.1: what the loader had to assume is a warning, and part of the params."""
     real = formats.detect
     told = {"notes": ("the file does not say X: assumed Y",), "made_for": "owner/model"}
-    monkeypatch.setattr(formats, "detect", lambda files: dataclasses.replace(real(files), **told))
+    monkeypatch.setattr(formats, "detect", lambda *asked: dataclasses.replace(real(*asked), **told))
     with pytest.warns(UserWarning, match=r"drafter draft_model: the file does not say X: .* drafter_config="):
         params = load(small)
     assert params.meta.drafter_notes == (

@@ -15,6 +15,9 @@ import numpy as np
 #: Modules tried in this order; the first whose ``matches`` says yes reads the folder.
 FORMATS = ("speculators", "deepspec", "zlab", "transformers_dflash", "eagle", "assistant", "model")
 
+#: Methods whose weights are part of a model's folder: read so only when they are asked for by name.
+PARTS = ("mtp",)
+
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -41,7 +44,8 @@ class Found:
     reason. ``notes``: assumptions worth telling, because the file does not say; one that ends in
     "(setting=...)" is left out when the user gives that setting. ``made_for``: the target it
     names ("" = none). ``borrows``: embedding and head may be the target's; ``own_embed`` and ``own_head`` are
-    then added to the settings. ``called``: other methods that a request may name and mean this one.
+    then added to the settings. ``part``: the folder holds more than the drafter. ``called``: other
+    methods that a request may name and mean this one.
     """
 
     method: str
@@ -52,11 +56,19 @@ class Found:
     notes: tuple[str, ...] = ()
     made_for: str = ""
     borrows: bool = True
+    part: bool = False
     called: tuple[str, ...] = ()
 
 
-def detect(files: Files) -> Found:
-    """The first format that recognises the config; ValueError naming what was found otherwise."""
+def detect(files: Files, method: str | None = None, inside: bool = False) -> Found:
+    """The first format that recognises the config; ValueError naming what was found otherwise.
+
+    ``method``: the one that was asked for; ``inside``: in the target's own folder, where nothing else is looked for.
+    """
+    if method in PARTS:
+        module = importlib.import_module(f"{__name__}.{method}")
+        if inside or module.held(files):
+            return module.read(files)
     for name in FORMATS:
         module = importlib.import_module(f"{__name__}.{name}")
         if module.matches(files.hf):
@@ -68,8 +80,8 @@ def detect(files: Files) -> Found:
     }
     raise ValueError(
         f"{files.where}: no known drafter format; its config says {said}. Known: EAGLE-3, DFlash and DSpark in the "
-        "layouts of speculators, DeepSpec, z-lab and SpecForge, Gemma 4 assistants, and any supported target family as a "
-        "draft model"
+        "layouts of speculators, DeepSpec, z-lab and SpecForge, Gemma 4 assistants, layers for multi-token prediction "
+        "(when asked for as mtp), and any supported target family as a draft model"
     )
 
 

@@ -12,6 +12,7 @@ KINDS = {
     "dflash": "speculators_dflash",
     "dflash2": "speculators_dflash",
     "dspark": "speculators_dspark",
+    "mtp": "mtp",
 }
 
 
