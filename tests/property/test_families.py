@@ -9,7 +9,7 @@ from pairwise import name as case_name, pairwise, product
 from told import NEW, PROMPTS, told, unused
 
 import specjax
-from specjax import registry
+from specjax import registry, testing
 from specjax.types import TapSpec
 
 EVERY = pytest.mark.parametrize("name", CONFIGS)
@@ -40,6 +40,22 @@ def test_features_in_order():
     assert all(s.accepted > 0 for s in out.stats)
 
 
+@pytest.mark.parametrize("name", ["hybrid", "latent"])
+def test_a_draft_that_overflows_changes_nothing(name):
+    """NUM.1, KVR.5: what a wrong draft puts on a tape or into a latent is not finite; plain decoding never sees that
+    token, so speculative decoding must not suffer from it."""
+    base, tokens = target(name), plain(name)
+    bad = unused([*tokens, *PROMPTS])
+    for value in (np.nan, np.inf, 3e38):
+        embed = base.target.embed.at[bad].set(value)
+        broken = base.replace(target=base.target.replace(embed=embed))
+        for at in (0, 2):
+            params = told("STOP_INSIDE", tokens, base=broken, stop=bad, at=at)
+            out = specjax.decode(params, PROMPTS, max_new_tokens=NEW, rows=3, k=3, stop=[unused(tokens)])
+            assert out.tokens == tokens
+            assert (out.total.accepted > 0) == (at > 0)  # adversarial at 0
+
+
 @pytest.mark.long
 @EVERY
 @pytest.mark.parametrize("k", SCRIPTED["k"])
@@ -48,6 +64,17 @@ def test_scripted_drafters_all(k, name):
     for case in product(SCRIPTED | {"k": (k,)}):
         decodes(case, name)
         decodes(case, name, "TOLD_VARIABLE")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3", "dflash", "dspark", "draft_model", "chain"])
+@pytest.mark.parametrize("name", ["hybrid", "latent"])
+def test_drafters_of_every_kind(name, drafter):
+    """GRD.1, KVR.4: taps, embeddings and heads of these targets, random weights."""
+    params = testing.tiny_drafter(target(name), drafter)
+    out = specjax.decode(params, PROMPTS, max_new_tokens=NEW, rows=3, k=3)
+    assert out.tokens == plain(name)
+    assert out.total.proposed > 0
 
 
 @pytest.mark.parametrize("name", ["hybrid", "latent", pytest.param("hybrid_moe", marks=pytest.mark.long)])
