@@ -44,7 +44,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @functools.cache
 def params(name: str, seed: int = 0) -> Params:
     """A float32 target whose heads weigh keys unevenly, so that one wrong key changes the tokens."""
-    made = testing.tiny_params(seed, hf=CONFIGS[name])
-    uneven = 2.0 if name == "gemma3" else 3.0  # its norm weights are stored minus one
-    layers = tuple(layer.replace(q_norm=jnp.full_like(layer.q_norm, uneven)) for layer in made.target.layers)
+    return uneven(testing.tiny_params(seed, hf=CONFIGS[name]), name)
+
+
+def uneven(made: Params, name: str) -> Params:
+    """A target with attention that prefers some keys."""
+    gain = 2.0 if name == "gemma3" else 3.0  # its norm weights are stored minus one
+    layers = tuple(layer.replace(q_norm=jnp.full_like(layer.q_norm, gain)) for layer in made.target.layers)
     return made.replace(target=made.target.replace(layers=layers))
