@@ -4,6 +4,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from specjax.targets import gemma
+from specjax.targets.ffn import moe_specs
 from specjax.targets.gemma4_config import Config
 from specjax.types import ArraySpec
 
@@ -113,9 +114,8 @@ def _layer(cfg: Config, index: int, prefix: str) -> Layer:
 
 def _moe(cfg: Config, prefix: str) -> Moe:
     """Experts fused (``experts.gate_up_proj [E 2F D]``, gate rows first) or one by one."""
-    e, d, f = cfg.experts, cfg.hidden_size, cfg.expert_size
-    names = lambda part: tuple(f"{prefix}experts.{i}.{part}_proj.weight" for i in range(e))  # noqa: E731
-    wide, fused = ("expert", "mlp", None), prefix + "experts.gate_up_proj"
+    e, d = cfg.experts, cfg.hidden_size
+    block = moe_specs(d, cfg.expert_size, e, prefix)
     norms = {
         "dense_norm": ("post_feedforward_layernorm_1", d),
         "norm": ("pre_feedforward_layernorm_2", d),
@@ -125,9 +125,9 @@ def _moe(cfg: Config, prefix: str) -> Moe:
         router_scale=ArraySpec((d,), (None,), (prefix + "router.scale",), "ones"),
         router=ArraySpec((e, d), (None, None), (prefix + "router.proj.weight",)),
         expert_scale=ArraySpec((e,), (None,), (prefix + "router.per_expert_scale",), "ones"),
-        gate=ArraySpec((e, f, d), wide, names("gate"), fused=fused, rows=(0, f)),
-        up=ArraySpec((e, f, d), wide, names("up"), fused=fused, rows=(f, 2 * f)),
-        down=ArraySpec((e, d, f), ("expert", None, "mlp"), names("down"), fused=prefix + "experts.down_proj"),
+        gate=block.gate,
+        up=block.up,
+        down=block.down,
         **gemma.norm_specs(norms, prefix, "ones"),
     )
 
