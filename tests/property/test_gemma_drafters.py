@@ -41,9 +41,10 @@ def drafted(name: str, drafter: str, gemma: bool):
     return testing.tiny_drafter(base, drafter, 3, cfg)
 
 
-SOON = {("gemma3", "eagle3", False), ("gemma4_moe", "eagle3", True), ("gemma4_moe", "dspark", True)} | {
-    ("gemma4_moe", "dflash", False)
-}
+SOON = {
+    ("gemma3", "eagle3", False), ("gemma4_moe", "eagle3", True), ("gemma4_moe", "dflash", False),
+    ("gemma4_moe", "dspark", True),
+}  # fmt: skip
 CASES = [
     pytest.param(*case, marks=() if case in SOON else pytest.mark.long, id=f"{case[0]}, {case[1]}, {case[2]}")
     for name in gemma_tiny.CONFIGS

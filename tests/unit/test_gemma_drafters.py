@@ -14,16 +14,18 @@ import pytest
 import tiny_files
 from gemma_drafter_reference import APART, DSPARK, EAGLE3, FAULTS, MERGED, TARGET, VOCAB, WIDTH, Slow
 
+import specjax
 from specjax import checkpoints, registry, testing
-from specjax.checkpoints import hub
+from specjax.checkpoints import formats, hub
 from specjax.drafters import body, dflash
 from specjax.drafters.body import Body
 from specjax.layers.norm import rms_norm, rms_norm_wide
 from specjax.layers.rope import RopeConfig
-from specjax.types import AbsorbIn, Ctx, TapSpec
+from specjax.types import AbsorbIn, ArraySpec, Ctx, TapSpec
 
 DFLASH = DSPARK | {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
 CASES = {"eagle3": (EAGLE3, MERGED), "dspark": (DSPARK, MERGED), "dspark, apart": (DSPARK, APART)}
+LAYERS = ref.LAYERS
 LENGTHS = (9, 4)  # of two rows
 ATOL = 1e-4
 
@@ -158,6 +160,46 @@ def test_newer_configs(tmp_path):
     assert (found.cfg.body.kv_heads, found.cfg.body.head_dim) == (1, 16)
 
 
+LARGE = TARGET | {
+    "vocab_size": 262144, "hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 256, "num_global_key_value_heads": 1, "global_head_dim": 512,
+    "num_hidden_layers": 48, "sliding_window": 1024, "max_position_embeddings": 262144, "layer_types": None,
+}  # fmt: skip
+
+
+def test_the_published_size():
+    """TAP.3, TAP.7: a DSpark drafter for the 12B target by its shapes: five layers of 16 heads of 512 channels on one
+    key head, and a projection of five taps."""
+    hf = LARGE | {
+        "architectures": ["Gemma4DSparkModel"], "num_hidden_layers": 5, "layer_types": ["full_attention"] * 5,
+        "block_size": 7, "mask_token_id": 4, "target_layer_ids": [5, 17, 29, 41, 46], "num_target_layers": 48,
+        "markov_rank": 256, "markov_head_type": "vanilla",
+    }  # fmt: skip
+    d, f, v, c = 3840, 15360, 262144, 512
+    shapes = {
+        "embed_tokens.weight": (v, d),
+        "lm_head.weight": (v, d),
+        "fc.weight": (d, 5 * d),
+        "norm.weight": (d,),
+    }
+    shapes |= {"hidden_norm.weight": (d,)} | {f"markov_head.markov_w{i}.weight": (v, 256) for i in (1, 2)}
+    for p in (f"layers.{i}." for i in range(5)):
+        norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        shapes |= {f"{p}{name}_layernorm.weight": (d,) for name in norms} | {p + "layer_scalar": (1,)}
+        shapes |= {f"{p}self_attn.{part}_norm.weight": (c,) for part in "qk"}
+        shapes |= {p + "self_attn.q_proj.weight": (16 * c, d), p + "self_attn.k_proj.weight": (c, d)}
+        shapes |= {p + "self_attn.o_proj.weight": (d, 16 * c), p + "mlp.down_proj.weight": (d, f)}
+        shapes |= {f"{p}mlp.{part}_proj.weight": (f, d) for part in ("gate", "up")}
+    large = registry.target("gemma4_text").config({k: x for k, x in LARGE.items() if x is not None})
+    found = formats.detect(formats.Files("here", hf, shapes, no_view, large))
+    tables = {"own_embed": True, "own_head": True}
+    module = registry.drafter(found.method)
+    cfg = module.config(found.settings | tables, large)
+    specs = jax.tree.leaves(module.abstract(cfg), is_leaf=lambda x: isinstance(x, ArraySpec))
+    assert {s.names[0]: np.prod(s.shape) for s in specs} == {n: np.prod(x) for n, x in shapes.items()}
+    assert (found.method, cfg.k, cfg.taps, cfg.body.rope.dims) == ("dspark", 7, (6, 18, 30, 42, 47), 128)
+
+
 VECTOR = np.ones(WIDTH, np.float32)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "two projections": ({"attention_k_eq_v": False}, {}, "attention_k_eq_v=False, the tensors say True"),
@@ -271,7 +313,6 @@ def test_a_body_is_a_gemma_4_target(merged):
     assert np.abs(whole[0, 1] - whole[0, 3]).max() > 0.1  # positions matter
 
 
-LAYERS = ref.LAYERS
 LLAMA = {
     "model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40, "vocab_size": VOCAB, "rms_norm_eps": 1e-3,
@@ -321,3 +362,26 @@ def test_a_llama_head_for_a_gemma_target(tmp_path):
         for i, draft in enumerate(out.tokens[row].tolist()):
             np.testing.assert_allclose(np.log(out.q[row, i]), log_softmax(logits), atol=ATOL)
             logits, last = slow.row(last, draft, n - 1 + i)
+
+
+def test_a_qwen_block_for_a_gemma_target():
+    """TAP.8: block rows are the target's raw ones times the drafter's own scale, and logits have the drafter's cap."""
+    p, lent = testing.tiny_drafter(target(), "dflash", 1, input_scale=3.0, mask_id=ref.MASK), shared()
+    cfg = p.meta.drafter_cfg
+    x = dflash.block_inputs(p.drafter, lent, cfg, jnp.array([7], jnp.int32))
+    np.testing.assert_allclose(x[0, :2], 3 * lent.embed[jnp.array([7, ref.MASK])], rtol=1e-6)
+    raw = np.asarray(x) @ np.asarray(lent.head).T
+    np.testing.assert_allclose(dflash.unembed(p.drafter, lent, cfg, x), raw, rtol=1e-4, atol=ATOL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "dspark"])
+def test_a_loaded_drafter_drafts(name, tmp_path):
+    """GRD.1, GRD.3: from DeepSpec's folder to the target's own tokens."""
+    hf = {"eagle3": EAGLE3, "dflash": DFLASH, "dspark": DSPARK}[name]
+    found, base = load(tmp_path, hf, ref.tensors(hf), k=3), target()
+    meta = dataclasses.replace(base.meta, drafter=found.name, drafter_cfg=found.cfg)
+    prompts, options = [[1, 2, 3], [4]], {"max_new_tokens": 40, "ignore_eos": True}
+    out = specjax.decode(base.replace(drafter=found.weights, meta=meta), prompts, **options)
+    assert (found.name, out.tokens) == (name, specjax.decode(base, prompts, **options).tokens)
+    assert out.total.proposed > 0
