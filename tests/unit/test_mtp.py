@@ -236,7 +236,12 @@ def test_pairs_are_of_one_position(half):
     assert (kept(counting(half)) == K).all()
 
 
-@pytest.mark.parametrize("case", OFF)
+DEFAULT = ("the same token", "the state before")
+
+
+@pytest.mark.parametrize(
+    "case", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.long) for name in OFF if name not in DEFAULT)]
+)
 def test_a_pair_that_is_off_by_one_shows_in_accepted_counts(case, monkeypatch):
     """PEER.1."""
     half, wrong = OFF[case]
