@@ -148,11 +148,11 @@ def lent(target_cfg: Any) -> dict[str, Kind]:
 
 def checked(cfg: Config, target_cfg: Any) -> Config:
     """The config itself; ValueError where a kind of layer does not fit what the target lends."""
-    there = lent(target_cfg)
+    there, types = lent(target_cfg), {"full": FULL, "sliding": SLIDING}
+    if missing := [types[name] for name in cfg.kinds if name not in there]:
+        raise ValueError(f"the assistant has layers of type {missing}, and the target keeps keys of none")
     for name in cfg.kinds:
-        mine, long = getattr(cfg.body, name), FULL if name == "full" else SLIDING
-        if name not in there:
-            raise ValueError(f"the assistant has layers of type {long}, the target keeps keys of none")
+        mine, long = getattr(cfg.body, name), types[name]
         theirs = there[name]
         for field in ("kv_heads", "head_dim"):
             if getattr(mine, field) != getattr(theirs, field):

@@ -71,6 +71,15 @@ def fresh(model, ids):
         return model(ids[:, :-1], output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
 
 
+def greedy(model, prompt, budget: int) -> list[int]:
+    """The prompt and what the target alone makes of it."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        mask = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None}
+        out = model.generate(ids, do_sample=False, max_new_tokens=budget, **mask)
+    return out[0].tolist()
+
+
 def drafts(model, made, ids: list[int]):
     """(tokens [K], logits [K V]) that the generator gives for a text."""
     ids = torch.tensor([ids])
