@@ -101,7 +101,8 @@ BUDGET = 60
 SEEDS = {"gemma4_e2b": (0, 1), "gemma4_dense": (1, 2)}
 
 
-@pytest.mark.parametrize("name", ["gemma4_dense", pytest.param("gemma4_e2b", marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", SEEDS)
 def test_generation_accepts_the_same_counts(tmp_path, monkeypatch, name):
     """PEER.9, KVR.3: the candidate generator's tokens and matches, round after round; the last, which it shortens,
     apart."""
@@ -143,7 +144,7 @@ def spoiled(truth, seed=0):
 def test_every_round_of_an_oracle(tmp_path, monkeypatch, case, cached):
     """KVR.3, KVR.4: with drafts right up to a random place, every round's logits are those of a fresh pass, and the
     counts the generator's. With drafts that are all right they are also its own, from its cache."""
-    (name, more), budget = CASES[case], 40
+    (name, more), budget = CASES[case], 30
     made, teacher = ref.assistant(name, **more), ref.teacher(name)
     params, _ = load(teacher, made, tmp_path)
     truth, spoken = ref.greedy(teacher, PROMPT, budget + K + 1), []
