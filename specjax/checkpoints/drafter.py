@@ -57,7 +57,9 @@ def load_drafter(
     refuse_quantised(files.hf, where)
     found = formats.detect(files, method, inside)
     if method is not None and method not in (found.method, *found.called):
-        raise ValueError(f"{where} holds a {found.method} drafter ({found.format} format), not {method}")
+        raise ValueError(
+            f"{where} holds a drafter of kind {found.method} ({found.format} format), not {method}"
+        )
     names, given = dict(found.names), dict(found.settings)
     if found.method == "draft_model":
         given["compared"] = _compare(where, own_tokenizer, tokenizer_id)

@@ -134,7 +134,7 @@ def test_a_method_with_weights_needs_files(name):
 def test_a_method_that_contradicts_the_files(name, small, monkeypatch):
     """CKP.3: an error that names what was found, before any weight is read."""
     monkeypatch.setattr(checkpoints.tree, "fill", lambda *a, **k: pytest.fail("weights were read"))
-    with pytest.raises(ValueError, match=f"holds a draft_model drafter .*, not {name}"):
+    with pytest.raises(ValueError, match=f"holds a drafter of kind draft_model .*, not {name}"):
         load(speculative_config={"method": name, "model": str(small)})
 
 

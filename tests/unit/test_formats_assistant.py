@@ -56,7 +56,9 @@ def test_asked_for_as_mtp(tmp_path):
         params = attach.attach(tiny.target(), plan, lambda text: None)
         assert (params.meta.drafter, params.meta.drafter_cfg.k) == ("assistant", 2)
         assert params.meta.drafter_cfg.drafting == "greedy"
-    with pytest.raises(ValueError, match=r"holds a assistant drafter \(transformers format\), not eagle3"):
+    with pytest.raises(
+        ValueError, match=r"holds a drafter of kind assistant \(transformers format\), not eagle3"
+    ):
         load(folder, method="eagle3")
 
 

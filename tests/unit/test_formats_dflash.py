@@ -276,7 +276,7 @@ def test_other_kinds(tmp_path):
     """CKP.3: the kind is named before weights are allocated; kinds and classes that are not supported too."""
     path = folder(tmp_path / "a", {**ZLAB, "dflash_config": BLOCK})
     params = tiny.target()
-    with pytest.raises(ValueError, match="holds a dflash drafter"):
+    with pytest.raises(ValueError, match="holds a drafter of kind dflash"):
         checkpoints.load_drafter(
             hub.resolve(path), params.meta.target_cfg, tiny.shared(params), jnp.float32, method="eagle3"
         )

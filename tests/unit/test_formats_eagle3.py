@@ -365,7 +365,7 @@ def test_another_kind_than_expected(params, tmp_path):
     """CKP.3."""
     folder = write(tmp_path / "drafter", flat(), tensors())
     lent = Shared(params.target.embed, params.target.head)
-    with pytest.raises(ValueError, match=r"holds a eagle3 drafter .*, not dflash"):
+    with pytest.raises(ValueError, match=r"holds a drafter of kind eagle3 .*, not dflash"):
         checkpoints.load_drafter(
             checkpoints.hub.resolve(folder), params.meta.target_cfg, lent, jnp.float32, method="dflash"
         )

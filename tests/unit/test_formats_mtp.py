@@ -181,7 +181,7 @@ def test_a_target_without_such_a_layer(folder, tmp_path):
         load(plain)
     with pytest.raises(ValueError, match=r"layers\.1\.\*"):
         load(plain, None, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
-    with pytest.raises(ValueError, match=r"holds a draft_model drafter .*, not mtp"):
+    with pytest.raises(ValueError, match=r"holds a drafter of kind draft_model .*, not mtp"):
         load(folder("qwen"), None, speculative_config={"method": "mtp", "model": str(plain)})
     with pytest.raises(ValueError, match="'mtp' is a method, not a drafter: give the folder or Hub id"):
         specjax.load("tiny", "mtp")
