@@ -25,7 +25,7 @@ demo: $(VENV)/.stamp-install $(VENV)/.stamp-model  ## answer two prompts with an
 	$(VENV)/bin/specjax demo
 
 test: $(VENV)/.stamp-test $(VENV)/.stamp-model  ## tests, without the long ones
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not long and not gpu" $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long and not gpu" $(PYTEST_ARGS)
 
 test-long: $(VENV)/.stamp-test $(VENV)/.stamp-model  ## every test that needs no GPU
 	$(PY) -m pytest -n $(WORKERS) -m "not gpu" $(PYTEST_ARGS)

@@ -1,8 +1,9 @@
 """Where the time of a round goes: drafter pass, absorb, verification, and the rest.
 
 Drafters of SmolLM2's size with random weights: what they propose does not matter, what a pass costs does.
-Each part runs alone in a device loop and the whole round in another; the rest is the difference. Parts are
-timed in turn (A B C A B C ...), medians over the turns.
+Each part runs alone in a device loop (draft, absorb, verify), all three in another (bare), and the whole round in a
+third; the rest is round - bare: committing, keys, records. ``cold`` is what the three parts cost more in one turn
+than alone, where their weights stay in the processor's caches. Timed in turn (A B C A B C ...), medians over the turns.
 
     python benchmarks/rounds.py --out benchmarks/results/<date>-<device>/rounds.json
 """
@@ -134,6 +135,12 @@ class Parts:
         tokens = state.tokens.at[:, -1].add(jnp.isnan(seen.astype(jnp.float32)))
         return dataclasses.replace(state, drafter=dstate, tokens=tokens)
 
+    def bare(self, weights, state, i):
+        """Drafter pass, verification and absorb one after the other, and nothing else."""
+        for part in (self.draft, self.verify, self.absorb):
+            state = part(weights, state, i)
+        return state
+
     def _features(self, state, q):
         width = self.pair.target_cfg.hidden_size
         seed = state.tokens[:, -1:].astype(self.program.dtype)[..., None]
@@ -168,7 +175,7 @@ class Parts:
 def measure(params: Params, args, plain: Any) -> dict[str, Any]:
     """Milliseconds per round of each part."""
     parts = Parts(params, args.prompt_tokens, args.rows)
-    names = ("round", "draft", "absorb", "verify")
+    names = ("round", "bare", "draft", "absorb", "verify")
     loops = {name: parts.loop(name) for name in names} | {"plain": plain}
     ms: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(args.repeats):
@@ -176,8 +183,8 @@ def measure(params: Params, args, plain: Any) -> dict[str, Any]:
             # two lengths: their difference is free of the fixed cost of a call
             ms[name].append(1e3 * (run(3 * args.turns) - run(args.turns)) / (2 * args.turns))
     out: dict[str, Any] = {name: statistics.median(values) for name, values in ms.items()}
-    rests = [r - d - a - v for r, d, a, v in zip(*(ms[n] for n in names), strict=True)]
-    out["rest"] = statistics.median(rests)
+    out["rest"] = statistics.median(a - b for a, b in zip(ms["round"], ms["bare"], strict=True))
+    out["cold"] = out["bare"] - out["draft"] - out["absorb"] - out["verify"]
     out["rest_of_plain"] = out["rest"] / out["plain"]
     out["k"] = parts.k
     return out
