@@ -28,7 +28,7 @@ test: $(VENV)/.stamp-test $(VENV)/.stamp-model  ## tests, without the long ones
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long and not gpu" $(PYTEST_ARGS)
 
 test-long: $(VENV)/.stamp-test $(VENV)/.stamp-model  ## every test that needs no GPU
-	$(PY) -m pytest -n $(WORKERS) -m "not gpu" $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not gpu" $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-test  ## ruff: rules and formatting
 	$(PY) -m ruff check .
