@@ -3,11 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from specjax.drafters.pick import Drafting
+from specjax.drafters.pick import Drafting, check_drafting
 from specjax.drafters.vocab import check_vocab
 from specjax.layers.rope import RopeConfig, inverse_frequencies
 from specjax.targets import gemma, gemma4_config
@@ -38,10 +38,7 @@ class Config:
     softcap: float | None = None
 
     def __post_init__(self):
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise ValueError(f"k must be a whole number of at least 1, got {self.k!r}")
-        if self.drafting not in get_args(Drafting):
-            raise ValueError(f"drafting must be one of {get_args(Drafting)}, got {self.drafting!r}")
+        check_drafting(self.k, self.drafting)
         if isinstance(self.position_offset, bool) or self.position_offset not in (0, 1):
             raise ValueError(f"position_offset must be 0 or 1, got {self.position_offset!r}")
         if self.centroids and not 0 < self.top_centroids <= self.centroids:

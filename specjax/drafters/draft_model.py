@@ -18,7 +18,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import registry
-from specjax.drafters.pick import Drafting, pick, sampling
+from specjax.drafters.pick import Drafting, check_drafting, pick, sampling
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
 
 DEFAULT_K = 4
@@ -52,10 +52,7 @@ def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:
         raise ValueError(f"a draft model has no setting(s) {unknown}; known: drafting, k")
     given = {key: settings[key] for key in ("family", "model", "k", "drafting") if key in settings}
     cfg = Config(vocab_size=target_cfg.vocab_size, **given)
-    if isinstance(cfg.k, bool) or not isinstance(cfg.k, int) or cfg.k < 1:
-        raise ValueError(f"k must be a whole number of at least 1, got {cfg.k!r}")
-    if cfg.drafting not in ("greedy", "probabilistic"):
-        raise ValueError(f"drafting must be 'greedy' or 'probabilistic', got {cfg.drafting!r}")
+    check_drafting(cfg.k, cfg.drafting)
     if cfg.model.vocab_size != cfg.vocab_size and not settings.get("compared"):
         raise ValueError(
             f"the draft model has {cfg.model.vocab_size} token ids, the target {cfg.vocab_size}; different sizes are "

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from specjax.core.cache import DenseKV, RingKV
 from specjax.drafters import eagle3_model as model, serial
 from specjax.drafters.eagle3_config import Config, config, tiny
-from specjax.drafters.eagle3_model import Place, Weights, abstract
+from specjax.drafters.eagle3_model import Weights, abstract
 from specjax.drafters.pick import sampling
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
 
@@ -64,11 +64,10 @@ def absorb(p: Weights, shared: Shared, cfg: Config, dstate: State, block: Absorb
     In a verified block the pairs at or beyond ``keep`` are written too, at slots that nobody sees before they are
     written again.
     """
-    at = Place(block.pos, block.keep, jnp.maximum(block.keep - 1, 0), block.mode)
-    feature, embedded = model.fuse(p, cfg, block), model.embed(p, shared, block.next_tokens)
-    out, cache = model.run(p, cfg, embedded, feature, at, dstate.cache)
-    fresh = model.recycled(p, cfg, out).astype(dstate.feedback.dtype)
-    return State(cache, jnp.where(block.keep[:, None] > 0, fresh, dstate.feedback))
+    feature = model.fuse(p, cfg, block)
+    embedded = serial.embed(p.embed, shared.embed, block.next_tokens, p.norm.dtype)
+    out, cache = model.run(p, cfg, embedded, feature, serial.absorbed(block), dstate.cache)
+    return State(cache, serial.kept(block, model.recycled(p, cfg, out), dstate.feedback))
 
 
 def draft(
@@ -77,9 +76,9 @@ def draft(
     """``k`` tokens per row; with probabilistic drafting also the distributions they were drawn from."""
 
     def advance(token, state, pos, cache):
-        at = Place(pos, jnp.ones_like(token), jnp.zeros_like(token), "verify")
-        embedded, feature = model.embed(p, shared, token[:, None]), state[:, None].astype(p.norm.dtype)
-        out, cache = model.run(p, cfg, embedded, feature, at, cache)
+        embedded = serial.embed(p.embed, shared.embed, token[:, None], p.norm.dtype)
+        feature = state[:, None].astype(p.norm.dtype)
+        out, cache = model.run(p, cfg, embedded, feature, serial.drafted(pos), cache)
         return model.recycled(p, cfg, out).astype(state.dtype), cache
 
     keys = keys if sampling(cfg.drafting, keys) else None

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from specjax.drafters import mla as latent_attention
 from specjax.drafters.body import Body, body
 from specjax.drafters.mla import Latent
-from specjax.drafters.pick import Drafting
+from specjax.drafters.pick import Drafting, check_drafting
 from specjax.drafters.vocab import check_vocab
 
 DEFAULT_K = 3
@@ -46,10 +46,7 @@ class Config:
     softcap: float | None = None
 
     def __post_init__(self):
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise ValueError(f"k must be a whole number of at least 1, got {self.k!r}")
-        if self.drafting not in get_args(Drafting):
-            raise ValueError(f"drafting must be one of {get_args(Drafting)}, got {self.drafting!r}")
+        check_drafting(self.k, self.drafting)
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")

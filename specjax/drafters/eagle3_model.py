@@ -1,6 +1,6 @@
 """The network of an EAGLE-3 drafter: what it makes of a row of (target feature, next token) pairs."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
@@ -9,10 +9,11 @@ from jaxtyping import Array, Float, Int
 from specjax.core.cache import DenseKV, RingKV
 from specjax.drafters import body, mla
 from specjax.drafters.eagle3_config import Config
+from specjax.drafters.serial import Place, row
 from specjax.layers.attention import attend
 from specjax.layers.linear import linear
 from specjax.layers.rope import rope_angles
-from specjax.types import AbsorbIn, ArraySpec, Mode, Shared
+from specjax.types import AbsorbIn, ArraySpec, Shared
 
 
 @struct.dataclass
@@ -81,21 +82,6 @@ def fuse(p: Weights, cfg: Config, block: AbsorbIn) -> Float[Array, "B Q D"]:
     return linear(joined, p.fc)
 
 
-def embed(p: Weights, shared: Shared, tokens: Int[Array, "B Q"]) -> Float[Array, "B Q D"]:
-    """Raw table rows; ids beyond a smaller table (the target's padding) take its last row."""
-    table = shared.embed if p.embed is None else p.embed
-    return table[jnp.minimum(tokens, table.shape[0] - 1)].astype(p.norm.dtype)
-
-
-class Place(NamedTuple):
-    """Where a block of rows stands: positions, how many are real, and the one whose output is wanted."""
-
-    pos: Int[Array, "B Q"]
-    valid: Int[Array, " B"]
-    last: Int[Array, " B"]
-    mode: Mode
-
-
 def run(
     p: Weights,
     cfg: Config,
@@ -119,18 +105,13 @@ def run(
         k, v = _keys_values(layer, cfg, u, pos)
         keys, values, key_pos, kv = kv.extend(k, v, pos, at.valid, at.mode)
         if i == len(cache) - 1:
-            u, x, pos = (_row(a, at.last) for a in (u, x, pos))
+            u, x, pos = (row(a, at.last) for a in (u, x, pos))
         added = _attention(layer, cfg, u, pos, (keys, values, key_pos), shape.windows[i])
         x = body.after_attention(layer, shape, x, added)
         added = body.feed(layer, shape, body.norm(x, layer.mlp_norm, shape))
         x = body.after_mlp(layer, shape, x, added)
         kept.append(kv)
     return x[:, 0], tuple(kept)
-
-
-def _row(x: Array, index: Int[Array, " B"]) -> Array:
-    """``[B Q ...]`` -> ``[B 1 ...]``."""
-    return jnp.take_along_axis(x, index.reshape(-1, *[1] * (x.ndim - 1)), 1)
 
 
 def _keys_values(layer, cfg: Config, u, pos):

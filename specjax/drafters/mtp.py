@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from specjax.core.cache import DenseKV
 from specjax.drafters import mtp_model as model, serial
 from specjax.drafters.mtp_config import Config, config, from_json, most_frequent, tiny
-from specjax.drafters.mtp_model import Place, Weights, abstract
+from specjax.drafters.mtp_model import Weights, abstract
 from specjax.drafters.pick import sampling
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
 
@@ -66,11 +66,10 @@ def absorb(p: Weights, shared: Shared, cfg: Config, dstate: State, block: Absorb
     In a verified block the pairs at or beyond ``keep`` are written too, at slots that nobody sees before they are
     written again.
     """
-    at = Place(block.pos, block.keep, jnp.maximum(block.keep - 1, 0), block.mode)
+    embedded = serial.embed(p.embed, shared.embed, block.next_tokens, p.norm.dtype)
     feature = jnp.asarray(block.hidden, p.norm.dtype)
-    out, cache = model.run(p, cfg, model.embed(p, shared, block.next_tokens), feature, at, dstate.cache)
-    fresh = out.astype(dstate.feedback.dtype)
-    return State(cache, jnp.where(block.keep[:, None] > 0, fresh, dstate.feedback))
+    out, cache = model.run(p, cfg, embedded, feature, serial.absorbed(block), dstate.cache)
+    return State(cache, serial.kept(block, out, dstate.feedback))
 
 
 def draft(
@@ -79,9 +78,9 @@ def draft(
     """``k`` tokens per row; with probabilistic drafting also the distributions they were drawn from."""
 
     def advance(token, state, pos, cache):
-        at = Place(pos, jnp.ones_like(token), jnp.zeros_like(token), "verify")
+        embedded = serial.embed(p.embed, shared.embed, token[:, None], p.norm.dtype)
         feature = state[:, None].astype(p.norm.dtype)
-        out, cache = model.run(p, cfg, model.embed(p, shared, token[:, None]), feature, at, cache)
+        out, cache = model.run(p, cfg, embedded, feature, serial.drafted(pos), cache)
         return out.astype(state.dtype), cache
 
     keys = keys if sampling(cfg.drafting, keys) else None

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from specjax import registry
-from specjax.drafters.pick import Drafting
+from specjax.drafters.pick import Drafting, check_drafting
 from specjax.drafters.vocab import check_vocab
 from specjax.targets import deepseek_config, qwen3_5_config
 
@@ -38,10 +38,7 @@ class Config:
         return min(self.model.vocab_size, self.vocab_size) if self.own_head else self.vocab_size
 
     def __post_init__(self):
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise ValueError(f"k must be a whole number of at least 1, got {self.k!r}")
-        if self.drafting not in get_args(Drafting):
-            raise ValueError(f"drafting must be one of {get_args(Drafting)}, got {self.drafting!r}")
+        check_drafting(self.k, self.drafting)
 
 
 def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:

@@ -3,7 +3,7 @@ state) pairs. Names below are those of Qwen checkpoints; files that name it othe
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.core.cache import DenseKV
 from specjax.drafters.mtp_config import Config
+from specjax.drafters.serial import Place, row
 from specjax.layers import latent
 from specjax.layers.attention import causal
 from specjax.layers.linear import linear
@@ -18,7 +19,7 @@ from specjax.layers.norm import rms_norm, rms_norm_offset
 from specjax.layers.rope import rope_angles
 from specjax.targets import deepseek, qwen3_5
 from specjax.targets.ffn import feed_forward
-from specjax.types import ArraySpec, Mode, Shared
+from specjax.types import ArraySpec, Shared
 
 
 @struct.dataclass
@@ -62,21 +63,6 @@ def create_cache(cfg: Config, rows: int, slots: int, dtype: Any) -> DenseKV:
     return DenseKV.create(rows, cfg.model.kv_heads, slots, cfg.model.head_dim, dtype)
 
 
-def embed(p: Weights, shared: Shared, tokens: Int[Array, "B Q"]) -> Float[Array, "B Q D"]:
-    """Table rows; ids beyond a smaller table take its last row."""
-    table = shared.embed if p.embed is None else p.embed
-    return table[jnp.minimum(tokens, table.shape[0] - 1)].astype(p.norm.dtype)
-
-
-class Place(NamedTuple):
-    """Where a block of rows stands: positions, how many are real, and the one whose output is wanted."""
-
-    pos: Int[Array, "B Q"]
-    valid: Int[Array, " B"]
-    last: Int[Array, " B"]
-    mode: Mode
-
-
 def run(
     p: Weights,
     cfg: Config,
@@ -95,7 +81,7 @@ def run(
     u = norm(x, p.layer.attn_norm)
     k, v = _keys_values(p.layer, cfg, u, pos)
     keys, values, key_pos, kv = kv.extend(k, v, pos, at.valid, at.mode)
-    u, x, pos = (_row(a, at.last) for a in (u, x, pos))
+    u, x, pos = (row(a, at.last) for a in (u, x, pos))
     x = x + _mix(p.layer, cfg, u, pos, (keys, values, key_pos))
     choose = functools.partial((deepseek if _has_latent(cfg) else qwen3_5).choose_experts, cfg.model)
     x = x + feed_forward(p.layer.mlp, norm(x, p.layer.mlp_norm), choose)
@@ -104,11 +90,6 @@ def run(
 
 def _norm(cfg: Config, x, weight):
     return (rms_norm if _has_latent(cfg) else rms_norm_offset)(x, weight, cfg.model.eps)
-
-
-def _row(x: Array, index: Int[Array, " B"]) -> Array:
-    """``[B Q ...]`` -> ``[B 1 ...]``."""
-    return jnp.take_along_axis(x, index.reshape(-1, *[1] * (x.ndim - 1)), 1)
 
 
 def _keys_values(layer: Any, cfg: Config, u, pos):

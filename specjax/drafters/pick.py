@@ -4,7 +4,7 @@ A draw comes from exactly the float32 vector that acceptance later divides by. D
 only: filters and penalties belong to the target.
 """
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,14 @@ from jaxtyping import Array, Float, Int
 
 #: "greedy": always the argmax, a point mass. "probabilistic": drawn at the row's temperature, with q kept.
 Drafting = Literal["greedy", "probabilistic"]
+
+
+def check_drafting(k: Any, drafting: Any) -> None:
+    """ValueError unless ``k`` is a positive whole number and ``drafting`` one of the two ways."""
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"k must be a whole number of at least 1, got {k!r}")
+    if drafting not in get_args(Drafting):
+        raise ValueError(f"drafting must be one of {get_args(Drafting)}, got {drafting!r}")
 
 
 def sampling(drafting: Drafting, keys: Array | None) -> bool:

@@ -1,14 +1,54 @@
 """Drafting one token after the other from a recycled state: what EAGLE-3 and MTP drafters share."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.drafters.pick import pick
-from specjax.types import Ctx, Proposal
+from specjax.types import AbsorbIn, Ctx, Mode, Proposal
+
+
+class Place(NamedTuple):
+    """Where a block of pairs stands: positions, how many are real, and the one whose output is wanted."""
+
+    pos: Int[Array, "B Q"]
+    valid: Int[Array, " B"]
+    last: Int[Array, " B"]
+    mode: Mode
+
+
+def absorbed(block: AbsorbIn) -> Place:
+    """A block of the target's: its first ``keep`` pairs are real, the last of them gives the state."""
+    return Place(block.pos, block.keep, jnp.maximum(block.keep - 1, 0), block.mode)
+
+
+def drafted(pos: Int[Array, "B 1"]) -> Place:
+    """One pair per row of the drafter's own."""
+    one = jnp.ones(pos.shape[:1], jnp.int32)
+    return Place(pos, one, one - 1, "verify")
+
+
+def row(x: Array, index: Int[Array, " B"]) -> Array:
+    """Row ``index[b]`` of every block: ``[B Q ...]`` -> ``[B 1 ...]``."""
+    return jnp.take_along_axis(x, index.reshape(-1, *[1] * (x.ndim - 1)), 1)
+
+
+def embed(
+    own: Float[Array, "V D"] | None, lent: Float[Array, "W T"], tokens: Int[Array, "B Q"], dtype: Any
+) -> Array:
+    """Raw rows ``[B Q D]`` of the drafter's own table or the lent one, whose width may differ. Ids beyond a smaller
+    table (the target's padding) take its last row."""
+    table = lent if own is None else own
+    return table[jnp.minimum(tokens, table.shape[0] - 1)].astype(dtype)
+
+
+def kept(block: AbsorbIn, fresh: Float[Array, "B D"], before: Float[Array, "B D"]) -> Float[Array, "B D"]:
+    """The state after a block: ``fresh``, or the one before where the row kept nothing."""
+    return jnp.where(block.keep[:, None] > 0, fresh.astype(before.dtype), before)
+
 
 #: ``advance(token, state, pos, cache)``: state and cache after one more (state, token) pair per row.
 Advance = Callable[

@@ -8,20 +8,20 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.core.cache import DenseKV
 from specjax.layers import latent
 from specjax.layers.attention import causal
-from specjax.layers.linear import linear
 from specjax.layers.norm import rms_norm
 from specjax.layers.rope import rope_angles
 from specjax.layers.router import route_groups
+from specjax.targets.decoder import Weights, commit, outer_specs, shared, unembed, walk
 from specjax.targets.deepseek_config import Config, config
 from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
-from specjax.types import ArraySpec, KVView, Mode, Shared, TapSpec, TargetOut
+from specjax.targets.llama import min_resume
+from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
     "LOW_RANK_EPS", "PREFIXES", "Config", "Weights", "abstract", "abstract_layer", "choose_experts", "commit",
@@ -61,25 +61,10 @@ class Layer:
     mlp: Dense | Moe
 
 
-@struct.dataclass
-class Weights:
-    """All weights of the model; ``head`` is None when tied to ``embed``."""
-
-    embed: Float[Array, "V D"]
-    layers: tuple[Layer, ...]
-    norm: Float[Array, " D"]
-    head: Float[Array, "V D"] | None
-
-
 def abstract(cfg: Config) -> Weights:
     """Weight struct of ArraySpecs."""
-    table = ((cfg.vocab_size, cfg.hidden_size), ("vocab", None))
-    return Weights(
-        embed=ArraySpec(*table, ("model.embed_tokens.weight",)),
-        layers=tuple(abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers)),
-        norm=ArraySpec((cfg.hidden_size,), (None,), ("model.norm.weight",), "ones"),
-        head=None if cfg.tied else ArraySpec(*table, ("lm_head.weight",)),
-    )
+    layers = tuple(abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers))
+    return Weights(layers=layers, **outer_specs(cfg))
 
 
 def abstract_layer(cfg: Config, index: int, prefix: str) -> Layer:
@@ -121,23 +106,18 @@ def forward(
     mode: Mode,
 ) -> TargetOut:
     """One pass over Q contiguous positions per row."""
-    x = p.embed[tokens]
     angles = rope_angles(cfg.rope, pos)
     route = functools.partial(choose_experts, cfg)
-    kept, new_cache = {}, []
-    for i, (layer, kv) in enumerate(zip(p.layers, cache, strict=True)):
-        if i in taps.taps:
-            kept[i] = x
+
+    def step(_, layer, x, kv):
         normed = rms_norm(x, layer.attn_norm, cfg.eps)
         key, low = latent.keys_values(layer, cfg.latent, LOW_RANK_EPS, normed, angles)
         keys, lows, key_pos, kv = kv.extend(key, low, pos, valid, mode)
         visible = causal(pos, key_pos)
         x = x + latent.mix(layer, cfg.latent, LOW_RANK_EPS, normed, angles, (keys, lows), visible)
-        x = x + feed_forward(layer.mlp, rms_norm(x, layer.mlp_norm, cfg.eps), route)
-        new_cache.append(kv)
-    if cfg.num_layers in taps.taps:
-        kept[cfg.num_layers] = x
-    return TargetOut(rms_norm(x, p.norm, cfg.eps), kept, tuple(new_cache))
+        return x + feed_forward(layer.mlp, rms_norm(x, layer.mlp_norm, cfg.eps), route), kv
+
+    return walk(p.embed[tokens], p.layers, cache, taps, step, lambda x: rms_norm(x, p.norm, cfg.eps))
 
 
 def choose_experts(cfg: Config, rows: Float[Array, "N D"], mlp: Moe):
@@ -154,31 +134,7 @@ def choose_experts(cfg: Config, rows: Float[Array, "N D"], mlp: Moe):
     )
 
 
-def commit(cfg: Config, cache: tuple[DenseKV, ...], emitted: Int[Array, " B"]) -> tuple[DenseKV, ...]:
-    """Dense caches need nothing: visibility follows the length."""
-    del cfg, emitted
-    return cache
-
-
-def unembed(p: Weights, cfg: Config, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
-    """float32 logits."""
-    del cfg
-    return linear(hidden, p.embed if p.head is None else p.head, out_dtype=jnp.float32)
-
-
-def shared(p: Weights, cfg: Config) -> Shared:
-    """Embedding and head lent to drafters."""
-    del cfg
-    return Shared(p.embed, p.embed if p.head is None else p.head)
-
-
 def kv_view(p: Weights, cfg: Config, cache: tuple[DenseKV, ...], kind: str) -> KVView:
     """Refused: a latent cache keeps no keys and values of heads."""
     del p, cfg, cache
     raise ValueError(f"this target keeps latents, not keys and values: it lends none to drafters ({kind!r})")
-
-
-def min_resume(cfg: Config, high_water: int) -> int:
-    """A dense cache can be cut back to any length."""
-    del cfg, high_water
-    return 1

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from specjax.core.cache import DenseKV, RingKV
 from specjax.layers.linear import linear
 from specjax.layers.rope import RopeConfig, rope_config
+from specjax.targets.decoder import slots_of
 from specjax.types import ArraySpec, KVView, Shared
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -183,16 +184,6 @@ def head_specs(cfg: Base, kind: Kind, prefix: str, parts: str) -> dict[str, Arra
     return {part: spec if part in parts else None for part, spec in every.items()}
 
 
-def embedding_specs(cfg: Base, init: Any) -> dict[str, ArraySpec | None]:
-    """Specs of embedding, last norm and head."""
-    d, v = cfg.hidden_size, cfg.vocab_size
-    return {
-        "embed": ArraySpec((v, d), ("vocab", None), ("model.embed_tokens.weight",)),
-        "norm": ArraySpec((d,), (None,), ("model.norm.weight",), init),
-        "head": None if cfg.tied else ArraySpec((v, d), ("vocab", None), ("lm_head.weight",)),
-    }
-
-
 def embed(table: Float[Array, "V D"], tokens: Int[Array, "B Q"], scale: float) -> Float[Array, "B Q D"]:
     """Rows of a table times ``scale``, which is rounded to the table's type first (25.298 -> 25.25 in bfloat16)."""
     return table[tokens] * jnp.asarray(scale, table.dtype)
@@ -222,12 +213,6 @@ def new_cache(kind: Kind, rows: int, slots: int, q_max: int, dtype: Any) -> Dens
     return RingKV.create(rows, kind.kv_heads, kind.window, q_max, kind.head_dim, dtype)
 
 
-def commit(cfg: Any, cache: tuple[Any, ...], emitted: Int[Array, " B"]) -> tuple[Any, ...]:
-    """Nothing to do: what is visible follows from positions."""
-    del cfg
-    return tuple(kv.commit(emitted) for kv in cache)
-
-
 def last_of(cfg: Any, cached: int, kind: str) -> int:
     """Index of the last layer of a kind ("full" or "sliding") among the ``cached`` first ones."""
     if kind not in ("full", "sliding"):
@@ -241,11 +226,6 @@ def last_of(cfg: Any, cached: int, kind: str) -> int:
 def view(kv: DenseKV | RingKV) -> KVView:
     """Keys, values and their positions; entries that were rejected are among them, at positions to come."""
     return KVView(kv.k, kv.v, kv.pos if isinstance(kv, RingKV) else slots_of(kv.k))
-
-
-def slots_of(buffer: Float[Array, "B G S C"]) -> Int[Array, "B S"]:
-    """Positions of a buffer with one slot each."""
-    return jnp.broadcast_to(jnp.arange(buffer.shape[2]), (buffer.shape[0], buffer.shape[2]))
 
 
 def min_resume(cfg: Any, high_water: int) -> int:

@@ -17,7 +17,8 @@ from specjax.layers.mlp import geglu
 from specjax.layers.norm import rms_norm_offset
 from specjax.layers.rope import rope_angles, rotate
 from specjax.targets import gemma
-from specjax.targets.gemma import PREFIXES, TIED, Kind, commit, min_resume, shared, unembed
+from specjax.targets.decoder import Weights, commit, outer_specs, walk
+from specjax.targets.gemma import PREFIXES, TIED, Kind, min_resume, shared, unembed
 from specjax.targets.hf import check_config, text_part
 from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
@@ -92,20 +93,10 @@ class Layer:
     post_mlp_norm: Float[Array, " D"]
 
 
-@struct.dataclass
-class Weights:
-    """All weights of the model; ``head`` is None when tied to ``embed``."""
-
-    embed: Float[Array, "V D"]
-    layers: tuple[Layer, ...]
-    norm: Float[Array, " D"]
-    head: Float[Array, "V D"] | None
-
-
 def abstract(cfg: Config) -> Weights:
     """Weight struct of ArraySpecs."""
     layers = tuple(_abstract_layer(cfg, cfg.kind(i), f"model.layers.{i}.") for i in range(cfg.num_layers))
-    return Weights(layers=layers, **gemma.embedding_specs(cfg, "zeros"))
+    return Weights(layers=layers, **outer_specs(cfg, "zeros"))
 
 
 def _abstract_layer(cfg: Config, kind: Kind, prefix: str) -> Layer:
@@ -150,19 +141,15 @@ def forward(
     """One pass over Q contiguous positions per row. Tap 0 is the scaled embedding."""
     x = gemma.embed(p.embed, tokens, cfg.embed_scale)
     angles = {kind: rope_angles(kind.rope, pos) for kind in (cfg.sliding, cfg.full)}
-    kept, new_cache = {}, []
-    for i, (layer, kv) in enumerate(zip(p.layers, cache, strict=True)):
-        if i in taps.taps:
-            kept[i] = x
+
+    def step(i, layer, x, kv):
         kind = cfg.kind(i)
         mixed, kv = _attention(layer, cfg, kind, x, angles[kind], pos, valid, kv, mode)
         x = x + rms_norm_offset(mixed, layer.post_attn_norm, cfg.eps)
         fed = geglu(rms_norm_offset(x, layer.mlp_norm, cfg.eps), layer.gate, layer.up, layer.down)
-        x = x + rms_norm_offset(fed, layer.post_mlp_norm, cfg.eps)
-        new_cache.append(kv)
-    if cfg.num_layers in taps.taps:
-        kept[cfg.num_layers] = x
-    return TargetOut(rms_norm_offset(x, p.norm, cfg.eps), kept, tuple(new_cache))
+        return x + rms_norm_offset(fed, layer.post_mlp_norm, cfg.eps), kv
+
+    return walk(x, p.layers, cache, taps, step, lambda x: rms_norm_offset(x, p.norm, cfg.eps))
 
 
 def _attention(layer, cfg, kind, x, angles, pos, valid, kv, mode):

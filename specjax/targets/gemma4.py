@@ -22,7 +22,8 @@ from specjax.layers.moe import experts, route
 from specjax.layers.norm import rms_norm_wide
 from specjax.layers.rope import rope_angles, rotate
 from specjax.targets import gemma
-from specjax.targets.gemma import PREFIXES, TIED, Kind, commit, min_resume, shared, unembed
+from specjax.targets.decoder import commit, slots_of
+from specjax.targets.gemma import PREFIXES, TIED, Kind, min_resume, shared, unembed
 from specjax.targets.gemma4_config import Config, config
 from specjax.targets.gemma4_weights import Gate, Inputs, Layer, Moe, Weights, abstract, skipped
 from specjax.types import KVView, Mode, TapSpec, TargetOut
@@ -171,4 +172,4 @@ def kv_view(p: Weights, cfg: Config, cache: Cache, kind: str) -> KVView:
         return gemma.view(kv)
     keys_of = functools.partial(_keys, p.layers[index].k_norm, cfg.full, _slot_angles(cfg, cache))
     keys, values = kv.read(keys_of)
-    return KVView(keys, values, gemma.slots_of(kv.v))
+    return KVView(keys, values, slots_of(kv.v))

@@ -3,7 +3,7 @@
 from flax import struct
 from jaxtyping import Array, Float
 
-from specjax.targets import gemma
+from specjax.targets import decoder, gemma
 from specjax.targets.ffn import moe_specs
 from specjax.targets.gemma4_config import Config
 from specjax.types import ArraySpec
@@ -67,13 +67,9 @@ class Layer:
 
 
 @struct.dataclass
-class Weights:
-    """All weights of the model; ``head`` is None when tied to ``embed``."""
+class Weights(decoder.Weights):
+    """All weights of the model. ``per_layer``: where its layers take inputs of their own."""
 
-    embed: Float[Array, "V D"]
-    layers: tuple[Layer, ...]
-    norm: Float[Array, " D"]
-    head: Float[Array, "V D"] | None
     per_layer: Inputs | None
 
 
@@ -82,7 +78,7 @@ def abstract(cfg: Config) -> Weights:
     return Weights(
         layers=tuple(_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers)),
         per_layer=_inputs(cfg) if cfg.per_layer_size else None,
-        **gemma.embedding_specs(cfg, "ones"),
+        **decoder.outer_specs(cfg),
     )
 
 

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -17,8 +16,14 @@ from specjax.layers.linear import linear
 from specjax.layers.mlp import swiglu
 from specjax.layers.norm import rms_norm
 from specjax.layers.rope import RopeConfig, rope_angles, rope_config, rotate
+from specjax.targets.decoder import Weights, commit, outer_specs, shared, slots_of, unembed, walk
 from specjax.targets.hf import check_config, only_full_attention
-from specjax.types import ArraySpec, KVView, Mode, Shared, TapSpec, TargetOut
+from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
+
+__all__ = [
+    "FIXED", "KNOWN", "Config", "Layer", "Weights", "abstract", "attention_specs", "commit", "common_config",
+    "config", "forward", "init_cache", "kv_view", "min_resume", "project", "run_layers", "shared", "unembed",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,25 +106,10 @@ class Layer:
     down: Float[Array, "D F"]
 
 
-@struct.dataclass
-class Weights:
-    """All weights of the model; ``head`` is None when tied to ``embed``."""
-
-    embed: Float[Array, "V D"]
-    layers: tuple[Layer, ...]
-    norm: Float[Array, " D"]
-    head: Float[Array, "V D"] | None
-
-
 def abstract(cfg: Config) -> Weights:
     """Weight struct of ArraySpecs."""
-    d, v = cfg.hidden_size, cfg.vocab_size
-    return Weights(
-        embed=ArraySpec((v, d), ("vocab", None), ("model.embed_tokens.weight",)),
-        layers=tuple(_abstract_layer(cfg, f"model.layers.{i}.") for i in range(cfg.num_layers)),
-        norm=ArraySpec((d,), (None,), ("model.norm.weight",), "ones"),
-        head=None if cfg.tied else ArraySpec((v, d), ("vocab", None), ("lm_head.weight",)),
-    )
+    layers = tuple(_abstract_layer(cfg, f"model.layers.{i}.") for i in range(cfg.num_layers))
+    return Weights(layers=layers, **outer_specs(cfg))
 
 
 def _abstract_layer(cfg: Config, prefix: str) -> Layer:
@@ -177,20 +167,15 @@ def forward(
 
 def run_layers(p, cfg, tokens, pos, valid, cache, taps, mode, project, feed_forward) -> TargetOut:
     """The stack with ``project(layer, cfg, x) -> q, k, v`` and ``feed_forward(layer, cfg, x)`` as parts."""
-    x = p.embed[tokens]
     angles = rope_angles(cfg.rope, pos)
-    kept, new_cache = {}, []
-    for i, (layer, kv) in enumerate(zip(p.layers, cache, strict=True)):
-        if i in taps.taps:
-            kept[i] = x
+
+    def step(_, layer, x, kv):
         q, k, v = project(layer, cfg, rms_norm(x, layer.attn_norm, cfg.eps))
         mixed, kv = _attention(layer, cfg, q, k, v, pos, valid, kv, angles, mode)
         x = x + mixed
-        x = x + feed_forward(layer, cfg, rms_norm(x, layer.mlp_norm, cfg.eps))
-        new_cache.append(kv)
-    if cfg.num_layers in taps.taps:
-        kept[cfg.num_layers] = x
-    return TargetOut(rms_norm(x, p.norm, cfg.eps), kept, tuple(new_cache))
+        return x + feed_forward(layer, cfg, rms_norm(x, layer.mlp_norm, cfg.eps)), kv
+
+    return walk(p.embed[tokens], p.layers, cache, taps, step, lambda x: rms_norm(x, p.norm, cfg.eps))
 
 
 def project(layer, cfg, x):
@@ -212,32 +197,13 @@ def _attention(layer, cfg, q, k, v, pos, valid, kv, angles, mode):
     return linear(heads, layer.o.reshape(layer.o.shape[0], -1), layer.o_bias), kv
 
 
-def commit(cfg: Config, cache: tuple[DenseKV, ...], emitted: Int[Array, " B"]) -> tuple[DenseKV, ...]:
-    """Dense caches need nothing: visibility follows the length."""
-    del cfg, emitted
-    return cache
-
-
-def unembed(p: Weights, cfg: Config, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
-    """float32 logits."""
-    del cfg
-    return linear(hidden, p.embed if p.head is None else p.head, out_dtype=jnp.float32)
-
-
-def shared(p: Weights, cfg: Config) -> Shared:
-    """Embedding and head lent to drafters."""
-    del cfg
-    return Shared(p.embed, p.embed if p.head is None else p.head)
-
-
 def kv_view(p: Weights, cfg: Config, cache: tuple[DenseKV, ...], kind: str) -> KVView:
     """Keys and values of the last layer; this family has full attention only."""
     del p, cfg
     if kind != "full":
         raise ValueError(f"this target has full-attention layers only, not {kind!r}")
     last = cache[-1]
-    slots = jnp.broadcast_to(jnp.arange(last.k.shape[2]), (last.k.shape[0], last.k.shape[2]))
-    return KVView(last.k, last.v, slots)
+    return KVView(last.k, last.v, slots_of(last.k))
 
 
 def min_resume(cfg: Config, high_water: int) -> int:

@@ -15,9 +15,10 @@ from specjax.core.cache import DenseKV
 from specjax.layers.moe import route
 from specjax.layers.norm import rms_norm
 from specjax.targets import llama
+from specjax.targets.decoder import Weights, commit, shared, unembed
 from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
 from specjax.targets.hf import check_config
-from specjax.targets.llama import Weights, commit, init_cache, kv_view, min_resume, shared, unembed
+from specjax.targets.llama import init_cache, kv_view, min_resume
 from specjax.types import ArraySpec, Mode, TapSpec, TargetOut
 
 __all__ = [

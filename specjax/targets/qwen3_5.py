@@ -23,9 +23,10 @@ from specjax.layers.linear import linear
 from specjax.layers.moe import route
 from specjax.layers.norm import rms_norm, rms_norm_offset
 from specjax.layers.rope import rope_angles, rotate
+from specjax.targets.decoder import Weights, commit, outer_specs, shared, slots_of, unembed, walk
 from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
 from specjax.targets.qwen3_5_config import Config, config
-from specjax.types import ArraySpec, KVView, Mode, Shared, TapSpec, TargetOut
+from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
     "PREFIXES", "Config", "Weights", "abstract", "abstract_layer", "choose_experts", "commit", "config", "forward",
@@ -82,25 +83,10 @@ class Layer:
     mlp: Dense | Moe
 
 
-@struct.dataclass
-class Weights:
-    """All weights of the model; ``head`` is None when tied to ``embed``."""
-
-    embed: Float[Array, "V D"]
-    layers: tuple[Layer, ...]
-    norm: Float[Array, " D"]
-    head: Float[Array, "V D"] | None
-
-
 def abstract(cfg: Config) -> Weights:
     """Weight struct of ArraySpecs."""
-    table = ((cfg.vocab_size, cfg.hidden_size), ("vocab", None))
-    return Weights(
-        embed=ArraySpec(*table, ("model.embed_tokens.weight",)),
-        layers=tuple(abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers)),
-        norm=_norm("model.norm", cfg.hidden_size),
-        head=None if cfg.tied else ArraySpec(*table, ("lm_head.weight",)),
-    )
+    layers = tuple(abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers))
+    return Weights(layers=layers, **outer_specs(cfg, "zeros"))
 
 
 def _norm(name: str, size: int) -> ArraySpec:
@@ -207,24 +193,19 @@ def forward(
     mode: Mode,
 ) -> TargetOut:
     """One pass over Q contiguous positions per row."""
-    x = p.embed[tokens]
     angles = rope_angles(cfg.rope, pos)
     choose = functools.partial(choose_experts, cfg)
-    kept, new_cache = {}, []
-    for i, (layer, held) in enumerate(zip(p.layers, cache, strict=True)):
-        if i in taps.taps:
-            kept[i] = x
+
+    def step(i, layer, x, held):
         normed = rms_norm_offset(x, layer.attn_norm, cfg.eps)
         if cfg.full[i]:
             mixed, held = _attention(layer.mixer, cfg, normed, pos, valid, held, angles, mode)
         else:
             mixed, held = _delta(layer.mixer, cfg, normed, valid, held, mode)
         x = x + mixed
-        x = x + feed_forward(layer.mlp, rms_norm_offset(x, layer.mlp_norm, cfg.eps), choose)
-        new_cache.append(held)
-    if cfg.num_layers in taps.taps:
-        kept[cfg.num_layers] = x
-    return TargetOut(rms_norm_offset(x, p.norm, cfg.eps), kept, tuple(new_cache))
+        return x + feed_forward(layer.mlp, rms_norm_offset(x, layer.mlp_norm, cfg.eps), choose), held
+
+    return walk(p.embed[tokens], p.layers, cache, taps, step, lambda x: rms_norm_offset(x, p.norm, cfg.eps))
 
 
 def choose_experts(cfg: Config, rows: Float[Array, "N D"], mlp: Moe):
@@ -285,32 +266,13 @@ def _output(heads: Float[Array, "B Q H C"], o: Float[Array, "D H C"]) -> Float[A
     return linear(rearrange(heads, "b q h c -> b q (h c)"), rearrange(o, "d h c -> d (h c)"))
 
 
-def commit(cfg: Config, cache: Cache, emitted: Int[Array, " B"]) -> Cache:
-    """Dense caches follow the length; recurrent ones are told how much of their tape counts."""
-    del cfg
-    return tuple(held.commit(emitted) for held in cache)
-
-
-def unembed(p: Weights, cfg: Config, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
-    """float32 logits."""
-    del cfg
-    return linear(hidden, p.embed if p.head is None else p.head, out_dtype=jnp.float32)
-
-
-def shared(p: Weights, cfg: Config) -> Shared:
-    """Embedding and head lent to drafters."""
-    del cfg
-    return Shared(p.embed, p.embed if p.head is None else p.head)
-
-
 def kv_view(p: Weights, cfg: Config, cache: Cache, kind: str) -> KVView:
     """Keys and values of the last layer of attention; there are no sliding windows."""
     del p, cfg
     dense = [held for held in cache if isinstance(held, DenseKV)]
     if kind != "full" or not dense:
         raise ValueError(f"this target has no {kind!r} attention layer to lend keys and values of")
-    rows, slots = dense[-1].k.shape[0], dense[-1].k.shape[2]
-    return KVView(dense[-1].k, dense[-1].v, jnp.broadcast_to(jnp.arange(slots), (rows, slots)))
+    return KVView(dense[-1].k, dense[-1].v, slots_of(dense[-1].k))
 
 
 def min_resume(cfg: Config, high_water: int) -> int:

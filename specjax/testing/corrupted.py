@@ -68,7 +68,7 @@ class Corrupted:
 
     def abstract(self, cfg: CorruptedConfig) -> Any:
         """Not loadable: weights are made by :func:`corrupted`."""
-        raise NotImplementedError
+        raise TypeError("a corrupted drafter is made by testing.corrupted and has no files")
 
     def init_state(self, cfg: CorruptedConfig, rows: int, slots: int, q_max: int, dtype: Any) -> Any:
         """The drafter's."""

@@ -2,21 +2,24 @@
 
 import functools
 import json
+import warnings
 
 import eagle3_tiny as tiny
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from eagle3_reference import Slow
 from pairwise import name, product
 from safetensors.numpy import load_file, save_file
 
 from specjax import checkpoints, testing
-from specjax.drafters import eagle3, eagle3_model as model
+from specjax.drafters import eagle3, eagle3_model as model, serial
 from specjax.types import AbsorbIn, Shared
 
-torch = pytest.importorskip("torch")
-core = pytest.importorskip("speculators.models.eagle3.core")
+with warnings.catch_warnings():  # what the reference imports is deprecated in torch
+    warnings.simplefilter("ignore")
+    from speculators.models.eagle3 import core
 
 #: The reference passes a name that the installed transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
@@ -138,8 +141,8 @@ def ours(loaded, features: np.ndarray, tokens: np.ndarray, base=None) -> np.ndar
     padded = jnp.asarray(np.pad(tokens, (0, STEPS)), jnp.int32)
     for step in range(STEPS):
         if step:
-            at = model.Place((keep - 1 + step)[:, None], jnp.ones_like(keep), jnp.zeros_like(keep), "verify")
-            embedded = model.embed(p, lent, padded[keep + step][:, None])
+            at = serial.drafted((keep - 1 + step)[:, None])
+            embedded = serial.embed(p.embed, lent.embed, padded[keep + step][:, None], p.norm.dtype)
             y, cache = model.run(p, cfg, embedded, state[:, None], at, cache)
             state = model.recycled(p, cfg, y)
         out.append(np.asarray(model.logits(p, lent, cfg, state)))

@@ -21,7 +21,7 @@ from transformers.modeling_layers import MtpModel
 
 import specjax
 from specjax import registry
-from specjax.drafters import mtp, mtp_model as model
+from specjax.drafters import mtp, mtp_model as model, serial
 from specjax.types import AbsorbIn
 
 #: What the reference does itself while it loads and generates.
@@ -90,10 +90,8 @@ def ours(params, hidden: np.ndarray) -> np.ndarray:
         table, now, cache = model.head(p, lent, cfg), held.feedback, held.cache
         out = [model.logits(table, now)]
         for step in range(1, STEPS):
-            place = model.Place(
-                (keep - 1 + step)[:, None], jnp.ones_like(keep), jnp.zeros_like(keep), "verify"
-            )
-            embedded = model.embed(p, lent, ids[keep + step][:, None])
+            place = serial.drafted((keep - 1 + step)[:, None])
+            embedded = serial.embed(p.embed, lent.embed, ids[keep + step][:, None], p.norm.dtype)
             now, cache = model.run(p, cfg, embedded, now[:, None], place, cache)
             out.append(model.logits(table, now))
         return jnp.stack(out)
