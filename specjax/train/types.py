@@ -94,8 +94,8 @@ Metrics = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
 class Method(Protocol):
     """How one kind of drafter is trained: a module of functions beside the drafter's own.
 
-    ``cfg`` and ``p`` are the drafter's config and weight struct, the very ones that decode (``p`` in the recipe's dtype,
-    cast from float32 masters by the trainer). ``shared`` is what the target lends.
+    ``cfg`` and ``p`` are the drafter's config and weight struct, the very ones that decode (``p`` in the recipe's
+    dtype, cast from float32 masters by the trainer). ``shared`` is what the target lends.
     """
 
     def recipe(self, **changes: Any) -> Recipe:
