@@ -132,7 +132,7 @@ def _same(files: formats.Files, name: str, lent: Any, dtype: Any) -> bool:
         return False
     if isinstance(lent, jax.ShapeDtypeStruct):
         return True
-    return np.array_equal(files.get(name).astype(dtype), np.asarray(lent, dtype))
+    return np.array_equal(np.asarray(files.get(name)).astype(dtype), np.asarray(lent, dtype))
 
 
 def _fill(

@@ -3,15 +3,70 @@
 Only safetensors are read. Pickle-based weights and Python files in the folder are never opened.
 """
 
+import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack")
-_NUMBERS = {"F32", "F16", "BF16", "F64", "I64", "I32", "I16", "I8", "U8", "BOOL", "U16", "U32", "U64"}
+_NUMBERS = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One tensor where it lies in a file: read each time it is made an array, in whole or ``[:, start:stop]``.
+
+    Plain reads instead of a memory map: mapped pages count as the process's own memory until they are dropped, and
+    reading is twice as fast.
+    """
+
+    file: Path
+    start: int  # first byte
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(_NUMBERS[self.kind])
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        whole = self._read(1, 0, math.prod(self.shape)).reshape(self.shape)
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        """``[:, start:stop]``: nothing else is read."""
+        every, part = index
+        if every != slice(None) or len(self.shape) < 2:
+            raise IndexError(f"only [:, start:stop] of two or more axes can be read, not {index}")
+        first, end, step = part.indices(self.shape[1])
+        inner = math.prod(self.shape[2:])
+        rows = self._read(self.shape[0], first * inner, max(end - first, 0) * inner, self.shape[1] * inner)
+        return rows.reshape(self.shape[0], -1, *self.shape[2:])[:, ::step]
+
+    def _read(self, times: int, first: int, count: int, stride: int = 0) -> np.ndarray:
+        """``[times count]`` numbers: ``count`` in a row from ``first`` on, every ``stride`` numbers."""
+        size = self.dtype.itemsize
+        raw = np.empty((times, count * size), np.uint8)
+        with open(self.file, "rb", buffering=0) as opened:
+            for i, row in enumerate(raw):
+                opened.seek(self.start + (first + i * stride) * size)
+                self._fill(opened, memoryview(row))
+        return raw.view(self.dtype)
+
+    def _fill(self, opened, room: memoryview) -> None:
+        while room:  # one call reads two gigabytes at most
+            got = opened.readinto(room)
+            if not got:
+                raise ValueError(f"{self.file} is damaged or truncated: it ends within a tensor")
+            room = room[got:]
 
 
 class Tensors:
@@ -24,8 +79,7 @@ class Tensors:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.files = _locate(self.folder)
-        self._open: dict[str, object] = {}
-        self._check_shards()
+        self._stored = self._headers()
 
     @property
     def names(self) -> set[str]:
@@ -34,49 +88,52 @@ class Tensors:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor; nothing is read."""
-        return {
-            name: tuple(self._handle(file).get_slice(name).get_shape()) for name, file in self.files.items()
-        }
+        return {name: stored.shape for name, stored in self._stored.items()}
 
-    def get(self, name: str) -> np.ndarray:
-        """The tensor as stored (bfloat16 included)."""
-        handle = self._handle(self.files[name])
-        kind = handle.get_slice(name).get_dtype()
-        if kind not in _NUMBERS:
+    def get(self, name: str) -> Stored:
+        """The tensor as stored (bfloat16 included), read when it is made an array."""
+        stored = self._stored[name]
+        if stored.kind not in _NUMBERS:
             raise ValueError(
-                f"{self.files[name]}: {name} is stored as {kind}; quantised weights are not supported"
+                f"{self.files[name]}: {name} is stored as {stored.kind}; quantised weights are not supported"
             )
-        return handle.get_tensor(name)
+        return stored
 
-    def _handle(self, file: str):
-        if file not in self._open:
-            self._open[file] = open_file(self.folder / file)
-        return self._open[file]
-
-    def _check_shards(self) -> None:
-        held: dict[str, set[str]] = {}
+    def _headers(self) -> dict[str, Stored]:
+        held: dict[str, dict[str, Stored]] = {}
         for name, file in self.files.items():
             if file not in held:
-                held[file] = set(self._handle(file).keys())
+                held[file] = header(self.folder / file)
             if name not in held[file]:
                 raise ValueError(
                     f"{INDEX} says that {name} is in {file}, but {self.folder / file} does not hold it"
                 )
+        return {name: held[file][name] for name, file in self.files.items()}
 
 
-def open_file(path: str | Path):
-    """An open safetensors file; ValueError naming it when it is truncated or not one."""
+def header(path: str | Path) -> dict[str, Stored]:
+    """Where each tensor of a file lies; ValueError naming the file when it is truncated or not one."""
     import safetensors
 
+    path = Path(path)
     try:
-        return safetensors.safe_open(str(path), framework="numpy")
+        with safetensors.safe_open(str(path), framework="numpy"):
+            pass  # lengths, places and names are checked there
     except FileNotFoundError:
         raise FileNotFoundError(f"weight file {path} does not exist") from None
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or truncated, or no safetensors file: {error}") from None
+    with open(path, "rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        told = json.loads(opened.read(size))
+    return {
+        name: Stored(path, 8 + size + at["data_offsets"][0], at["dtype"], tuple(at["shape"]))
+        for name, at in told.items()
+        if name != "__metadata__"
+    }
 
 
-def reader(folder: str | Path) -> tuple[Callable[[str], np.ndarray], set[str]]:
+def reader(folder: str | Path) -> tuple[Callable[[str], Stored], set[str]]:
     """``(get, names)`` of a folder."""
     tensors = Tensors(folder)
     return tensors.get, tensors.names
@@ -93,7 +150,7 @@ def _locate(folder: Path) -> dict[str, str]:
         )
     if not found:
         raise FileNotFoundError(_nothing(folder))
-    return dict.fromkeys(open_file(folder / found[0]).keys(), found[0])
+    return dict.fromkeys(header(folder / found[0]), found[0])
 
 
 def _from_index(folder: Path) -> dict[str, str]:

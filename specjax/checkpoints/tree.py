@@ -11,7 +11,8 @@ import numpy as np
 
 from specjax.types import ArraySpec
 
-Get = Callable[[str], np.ndarray]
+#: A tensor's name -> an array, or anything with ``shape`` and ``dtype`` that becomes one when it is asked to.
+Get = Callable[[str], Any]
 Progress = Callable[[int, int, str], None]
 
 #: Tensors some checkpoints carry that a decoder never reads: name suffix -> what they are.
@@ -40,7 +41,8 @@ def fill(
     """The struct ``abstract`` (ArraySpec leaves) with a jax array at every leaf, or its shape (``shapes_only``).
 
     ``get(name)`` returns one checkpoint tensor, ``names`` all names it knows. Floating arrays are cast to
-    ``dtype``, tensor by tensor; integers keep their type. Raises ValueError naming every missing tensor
+    ``dtype``, tensor by tensor; integers keep their type. Beside what is on the device, the host holds the array
+    that is being read and the one before it, on its way. Raises ValueError naming every missing tensor
     before anything is read, and naming a tensor of the wrong size with both shapes. Tensors nobody asked
     for are reported by a warning, except those in :data:`HARMLESS` or ending in one of ``harmless``.
     """
@@ -51,9 +53,11 @@ def fill(
     if shapes_only:
         return shapes(abstract, dtype)
     reader = _Reader(get, names, np.dtype(dtype), where, _fused_rows(leaves))
-    arrays = []
+    arrays: list[jax.Array] = []
     for done, (path, spec) in enumerate(leaves):
-        arrays.append(jnp.array(reader.read(spec)))
+        array = jax.device_put(reader.read(spec), may_alias=False)
+        jax.block_until_ready(arrays[-1:])  # or transfers pile up on the host
+        arrays.append(array)
         if progress is not None:
             progress(done + 1, len(leaves), spec.names[0] if spec.names else jax.tree_util.keystr(path))
     return jax.tree_util.tree_unflatten(treedef, arrays)
@@ -148,18 +152,18 @@ class _Reader:
         return out
 
     def _tensor(self, name: str, shape: tuple[int, ...], spec: ArraySpec) -> np.ndarray:
-        x = np.asarray(self.get(name))
+        x = self.get(name)
         if not _regroups(x.shape, shape):
             raise self._misshapen(name, x.shape, shape)
-        return self._cast(x.reshape(shape), name, spec)
+        return self._cast(np.asarray(x).reshape(shape), name, spec)
 
     def _fused(self, spec: ArraySpec, name: str) -> np.ndarray:
-        whole, need = np.asarray(self.get(name)), spec.shape
+        whole, need = self.get(name), spec.shape
         if spec.rows is not None:
             need = (spec.shape[0], self.fused_rows[name], *spec.shape[2:])
-        if whole.shape != need:
+        if tuple(whole.shape) != need:
             raise self._misshapen(name, whole.shape, need)
-        return whole if spec.rows is None else whole[:, slice(*spec.rows)]
+        return np.asarray(whole if spec.rows is None else whole[:, slice(*spec.rows)])
 
     def _misshapen(self, name: str, found: tuple[int, ...], need: tuple[int, ...]) -> ValueError:
         return ValueError(f"{self.where}: {name} has shape {tuple(found)}, this model needs {tuple(need)}")

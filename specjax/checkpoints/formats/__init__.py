@@ -10,8 +10,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 #: Modules tried in this order; the first whose ``matches`` says yes reads the folder.
 FORMATS = ("speculators", "deepspec", "zlab", "transformers_dflash", "eagle", "assistant", "model")
 
@@ -31,7 +29,7 @@ class Files:
     where: str
     hf: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
-    get: Callable[[str], np.ndarray]
+    get: Callable[[str], Any]
     target: Any
 
 
