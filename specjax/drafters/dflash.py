@@ -8,6 +8,8 @@ Paper: Chen, Liang, Liu, "DFlash: Block Diffusion for Flash Speculative Decoding
 Checkpoints: z-lab, DeepSpec, speculators and transformers (``specjax.checkpoints.formats``).
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -118,14 +120,18 @@ def inject(
     The fused vector is the same for all layers and passes no other norm. After a verification rows at or
     beyond ``keep`` land in slots that are invisible until they are overwritten.
     """
-    fused = norm(linear(features, p.fc), p.hidden_norm, cfg.body)
-    angles = rope_angles(cfg.body.rope, pos)
+    fused, angles = fuse(p, cfg, features), rope_angles(cfg.body.rope, pos)
 
     def one(layer: Layer, kv: DenseKV) -> DenseKV:
         k, v = keys_values(layer, cfg.body, fused)
         return kv.extend(turn(k, cfg.body, angles), v, pos, keep, mode)[-1]
 
     return tuple(one(layer, kv) for layer, kv in zip(p.layers, dstate, strict=True))
+
+
+def fuse(p: Weights, cfg: Config, features: Float[Array, "B Q W"]) -> Float[Array, "B Q D"]:
+    """One vector per position, of its taps side by side."""
+    return norm(linear(features, p.fc), p.hidden_norm, cfg.body)
 
 
 def draft(
@@ -173,8 +179,15 @@ def drafting_rows(
     start = ctx.length - 1
     x = block_inputs(p, shared, cfg, ctx.anchor)
     angles = rope_angles(cfg.body.rope, start[:, None] + jnp.arange(cfg.rows))
+
+    def over_cache(i: int, kv: DenseKV, q, k, v):
+        past = context_visible(cfg, i, start, kv.k.shape[2])
+        own = jnp.broadcast_to(block_visible(cfg, i), (q.shape[0], cfg.rows, cfg.rows))
+        parts = ((kv.k, kv.v, past), (k.swapaxes(1, 2), v.swapaxes(1, 2), own))
+        return attend_parts(q, parts, cfg.body.scale)
+
     for i, kv in enumerate(dstate):
-        x = _layer(p, cfg, i, x, kv, start, angles)
+        x = block_layer(p, cfg, i, x, angles, functools.partial(over_cache, i, kv))
     return norm(x[:, cfg.first : cfg.first + k], p.norm, cfg.body)
 
 
@@ -187,19 +200,28 @@ def block_inputs(p: Weights, shared: Shared, cfg: Config, anchor: Int[Array, " B
     return jnp.concatenate([(table[anchor] * scale)[:, None], masks], 1)
 
 
-def _layer(p: Weights, cfg: Config, i: int, x, kv: DenseKV, start, angles):
-    """One layer over the block's rows."""
+#: ``mix(q, k, v)``: the values each row attends to, given the block's queries, keys and values, all at their
+#: positions.
+Mix = Callable[
+    [Float[Array, "B N H C"], Float[Array, "B N G C"], Float[Array, "B N G C"]], Float[Array, "B N H C"]
+]
+
+
+def block_layer(
+    p: Weights,
+    cfg: Config,
+    i: int,
+    x: Float[Array, "B N D"],
+    angles: tuple[Float[Array, "B N R"], Float[Array, "B N R"]],
+    mix: Mix,
+) -> Float[Array, "B N D"]:
+    """Layer ``i`` over the rows of blocks; what they see besides themselves is ``mix``'s."""
     layer, shape = p.layers[i], cfg.body
     convs = None if p.convs is None else p.convs[i]
 
     def attention(n):
-        q = turn(queries(layer, shape, n), shape, angles)
-        k, v = keys_values(layer, shape, n)
-        k, v = turn(k, shape, angles).swapaxes(1, 2), v.swapaxes(1, 2)
-        past = context_visible(cfg, i, start, kv.k.shape[2])
-        own = jnp.broadcast_to(block_visible(cfg, i), (x.shape[0], cfg.rows, cfg.rows))
-        mixed = attend_parts(q, ((kv.k, kv.v, past), (k, v, own)), shape.scale)
-        return output(layer, mixed)
+        q, (k, v) = queries(layer, shape, n), keys_values(layer, shape, n)
+        return output(layer, mix(turn(q, shape, angles), turn(k, shape, angles), v))
 
     def mlp(n):
         return body.feed(layer, shape, n)
@@ -213,13 +235,19 @@ def _layer(p: Weights, cfg: Config, i: int, x, kv: DenseKV, start, angles):
 
 def context_visible(cfg: Config, i: int, start: Int[Array, " B"], slots: int) -> Bool[Array, "B N S"]:
     """Context positions each row of layer ``i`` sees: those before the anchor, in a sliding layer the last."""
-    at, window = jnp.arange(slots, dtype=start.dtype), cfg.body.windows[i]
-    seen = jnp.broadcast_to((at < start[:, None])[:, None], (start.shape[0], cfg.rows, slots))
+    seen = context_seen(cfg, i, start[:, None, None], jnp.arange(slots, dtype=start.dtype))
+    return jnp.broadcast_to(seen, (start.shape[0], cfg.rows, slots))
+
+
+def context_seen(cfg: Config, i: int, start: Int[Array, "..."], at: Int[Array, "..."]) -> Bool[Array, "..."]:
+    """Which of the positions ``at`` [... 1 S] rows of layer ``i`` see if the anchor is at ``start`` [... 1 1]. The
+    last axis but one is the block's N rows, or 1 where all see the same."""
+    seen, window = at < start, cfg.body.windows[i]
     if window is None:
         return seen
     if cfg.window_from == "anchor":
-        return seen & (at >= start[:, None, None] - window)
-    return seen & (at > (start[:, None] + jnp.arange(cfg.rows))[:, :, None] - window)
+        return seen & (at >= start - window)
+    return seen & (at > start + jnp.arange(cfg.rows, dtype=start.dtype)[:, None] - window)
 
 
 def block_visible(cfg: Config, i: int) -> Bool[Array, "N N"]:

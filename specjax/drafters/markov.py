@@ -76,14 +76,14 @@ def start(p: Markov, rows: int) -> Float[Array, "B R"]:
     return jnp.zeros((rows, p.before.shape[1]), p.before.dtype)
 
 
-def correction(
+def vectors(
     p: Markov,
     cfg: Settings,
-    previous: Float[Array, "B R"],
-    hidden: Float[Array, "B D"],
-    state: Float[Array, "B R"],
-) -> tuple[Float[Array, "B U"], Float[Array, "B R"]]:
-    """float32 addition to the logits of one position, and the next state (only "rnn" changes it)."""
+    previous: Float[Array, "*B R"],
+    hidden: Float[Array, "*B D"],
+    state: Float[Array, "*B R"],
+) -> tuple[Float[Array, "*B R"], Float[Array, "*B R"]]:
+    """What the table ``after`` is multiplied with to correct a position, and the next state (only "rnn" has one)."""
     x = previous
     if cfg.kind == "gated":
         x = jax.nn.sigmoid(linear(jnp.concatenate([hidden, previous], -1), p.mix, p.bias)) * previous
@@ -93,7 +93,7 @@ def correction(
         gate = jax.nn.sigmoid(gate)
         state = gate * state + (1 - gate) * jnp.tanh(candidate)
         x = jnp.tanh(out)
-    return linear(x, p.after, out_dtype=jnp.float32), state
+    return x, state
 
 
 def walk(
@@ -115,8 +115,9 @@ def walk(
     tokens, drawn, before = [], [], []
     for t in range(logits.shape[1]):
         previous = p.before[token].astype(hidden.dtype)
-        more, state = correction(p, cfg, previous, hidden[:, t], state)
-        chosen, q = pick(logits[:, t] + _fit(more, logits.shape[2]), keys, t, temperature)
+        x, state = vectors(p, cfg, previous, hidden[:, t], state)
+        more = fit(linear(x, p.after, out_dtype=jnp.float32), logits.shape[2])
+        chosen, q = pick(logits[:, t] + more, keys, t, temperature)
         token = chosen if ids is None else ids[chosen]
         tokens.append(token)
         drawn.append(q)
@@ -125,17 +126,24 @@ def walk(
     return jnp.stack(tokens, 1), q, jnp.stack(before, 1)
 
 
-def _fit(more: Float[Array, "B U"], size: int) -> Float[Array, "B V"]:
+def fit(more: Float[Array, "*B U"], size: int) -> Float[Array, "*B V"]:
     """The correction for ``size`` ids: tables differ in rows of padding."""
-    return jnp.pad(more, ((0, 0), (0, max(0, size - more.shape[1]))))[:, :size]
+    wider = ((0, 0),) * (more.ndim - 1)
+    return jnp.pad(more, (*wider, (0, max(0, size - more.shape[-1]))))[..., :size]
 
 
 def confidence(
     p: Confidence, hidden: Float[Array, "B K D"], before: Float[Array, "B K R"] | None
 ) -> Float[Array, "B K"]:
     """Chance that a draft is accepted if all before it are; it knows the drafts before it and not the draft."""
+    return jax.nn.sigmoid(confidence_logits(p, hidden, before))
+
+
+def confidence_logits(
+    p: Confidence, hidden: Float[Array, "B K D"], before: Float[Array, "B K R"] | None
+) -> Float[Array, "B K"]:
+    """float32 log odds of it."""
     x = hidden.astype(jnp.float32)
     if before is not None:
         x = jnp.concatenate([x, before.astype(jnp.float32)], -1)
-    logit = linear(x, p.weight.astype(jnp.float32), p.bias.astype(jnp.float32))
-    return jax.nn.sigmoid(logit[..., 0])
+    return linear(x, p.weight.astype(jnp.float32), p.bias.astype(jnp.float32))[..., 0]
