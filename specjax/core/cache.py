@@ -51,7 +51,7 @@ class DenseKV:
         mode: Mode,
     ):
         """Write the block at its positions; attend to the buffer up to its last valid row."""
-        k, v = _block(k, v, self.k.dtype)
+        k, v = laid_out(k, v, self.k.dtype)
         write = _write_verified if mode == "verify" else _write_valid
         cache = DenseKV(write(self.k, k, pos[:, 0], valid), write(self.v, v, pos[:, 0], valid))
         return cache.k, cache.v, _filled(self.k, pos, valid), cache
@@ -97,6 +97,10 @@ class ValueKV:
         values = jnp.where(finite, self.v, 0)
         return jnp.where(finite.all(-1, keepdims=True), keys_of(values), jnp.nan), values
 
+    def positions(self) -> Int[Array, "_ S"]:
+        """Position of each slot, for all rows or per row."""
+        return jnp.arange(self.v.shape[2])[None]
+
     def commit(self, emitted: Int[Array, " B"]) -> "ValueKV":
         return self
 
@@ -111,7 +115,9 @@ def _filled(buffer, pos, valid):
     return jnp.where(slot < pos[:, :1] + valid[:, None], slot, -1)
 
 
-def _block(k, v, dtype):
+def laid_out(
+    k: Float[Array, "B Q G C"], v: Float[Array, "B Q G Cv"], dtype
+) -> tuple[Float[Array, "B G Q C"], Float[Array, "B G Q Cv"]]:
     """The block in the cache's layout and type. A value that is not finite becomes 0 and its key NaN: what
     sees it turns NaN as before, while 0 * NaN cannot reach the rows before a rejected draft."""
     k, v = k.swapaxes(1, 2).astype(dtype), v.swapaxes(1, 2).astype(dtype)
@@ -163,7 +169,7 @@ class RingKV:
     ):
         """Attend to the old ring and the block side by side, then write the block's last valid rows."""
         del mode
-        k, v = _block(k, v, self.k.dtype)
+        k, v = laid_out(k, v, self.k.dtype)
         stale = self.pos >= pos[:, :1]  # rejected entries about to be replaced by this block
         in_block = jnp.arange(pos.shape[1]) < valid[:, None]
         key_pos = jnp.concatenate([jnp.where(stale, -1, self.pos), jnp.where(in_block, pos, -1)], 1)

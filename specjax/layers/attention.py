@@ -20,7 +20,7 @@ def attend(
     keys: Float[Array, "B G S C"],
     values: Float[Array, "B G S C"],
     q_pos: Int[Array, "B Q"],
-    key_pos: Int[Array, "B S"],
+    key_pos: Int[Array, "B S"] | Int[Array, "B Q S"],
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -30,10 +30,12 @@ def attend(
 
 
 def causal(
-    q_pos: Int[Array, "B Q"], key_pos: Int[Array, "B S"], window: int | None = None
+    q_pos: Int[Array, "B Q"],
+    key_pos: Int[Array, "B S"] | Int[Array, "B Q S"],
+    window: int | None = None,
 ) -> Bool[Array, "B Q S"]:
-    """Which keys each query sees. Negative key positions are empty slots."""
-    q, key = q_pos[:, :, None], key_pos[:, None, :]
+    """Which keys each query sees. Negative key positions are empty slots; positions may be each query's own."""
+    q, key = q_pos[:, :, None], key_pos if key_pos.ndim == 3 else key_pos[:, None, :]
     ok = (key >= 0) & (key <= q)
     return ok if window is None else ok & (key > q - window)
 

@@ -131,10 +131,10 @@ def _turn(x, kind: Kind, angles):
     return rotate(x, cos, sin, kind.rope.pair)
 
 
-def _slot_angles(cfg: Config, cache: Cache) -> tuple[Float[Array, "1 S R"], Float[Array, "1 S R"]] | None:
+def _slot_angles(cfg: Config, cache: Cache) -> tuple[Float[Array, "_ S R"], Float[Array, "_ S R"]] | None:
     """Rotation of every slot of the caches of values, the same for all of them."""
-    sizes = {kv.v.shape[2] for kv in cache if isinstance(kv, ValueKV)}
-    return rope_angles(cfg.full.rope, jnp.arange(sizes.pop())[None]) if sizes else None
+    held = [kv for kv in cache if isinstance(kv, ValueKV)]
+    return rope_angles(cfg.full.rope, held[0].positions()) if held else None
 
 
 def _attend(layer, cfg, kind: Kind, x, angles, pos, keys, values, key_pos):
