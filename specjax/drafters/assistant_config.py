@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -176,15 +176,25 @@ def _turns_alike(a: RopeConfig, b: RopeConfig) -> bool:
 def tiny(target_cfg: Any) -> Config:
     """One layer per kind that the target has, half as wide as the target."""
     kinds = lent(target_cfg)
+    types = tuple(name for name in ("sliding", "full") if name in kinds)
+    heads = 2 * math.lcm(*(kind.kv_heads for kind in kinds.values()))
+    return shaped(target_cfg, types, max(1, int(target_cfg.hidden_size) // 2), heads, 16)
+
+
+def shaped(
+    target_cfg: Any, types: Sequence[str], width: int, heads: int, mlp_size: int, **fields: Any
+) -> Config:
+    """Config for a target, of layers of ``types`` ("sliding", "full") that fit what it lends. ``width``, ``heads`` of
+    queries and ``mlp_size`` are free; ``fields`` are others of :class:`Config`."""
+    kinds = lent(target_cfg)
     full = kinds.get("full") or kinds["sliding"]
     sliding = kinds.get("sliding") or dataclasses.replace(full, window=1)
-    types = [name for name in ("sliding", "full") if name in kinds]
-    vocab, width = int(target_cfg.vocab_size), int(target_cfg.hidden_size)
+    vocab = int(target_cfg.vocab_size)
     body = gemma4_config.Config(
         vocab_size=vocab,
-        hidden_size=max(1, width // 2),
+        hidden_size=width,
         num_layers=len(types),
-        heads=2 * math.lcm(full.kv_heads, sliding.kv_heads),
+        heads=heads,
         max_positions=int(target_cfg.max_positions),
         eps=1e-6,
         sliding=sliding,
@@ -192,7 +202,7 @@ def tiny(target_cfg: Any) -> Config:
         full_layers=tuple(i for i, name in enumerate(types) if name == "full"),
         softcap=None,
         tied=True,
-        dense_size=16,
+        dense_size=mlp_size,
         double_wide=False,
         shared_layers=len(types),
         keys_from_values=False,
@@ -201,4 +211,5 @@ def tiny(target_cfg: Any) -> Config:
         expert_size=0,
         per_layer_size=0,
     )
-    return checked(Config(body=body, target_size=width, vocab_size=vocab), target_cfg)
+    target_size = int(target_cfg.hidden_size)
+    return checked(Config(body=body, target_size=target_size, vocab_size=vocab, **fields), target_cfg)

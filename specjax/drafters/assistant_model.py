@@ -1,5 +1,6 @@
 """The network of a Gemma 4 assistant: layers with queries alone, over keys and values that the target lends."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -123,29 +124,53 @@ def run(
     state: Float[Array, "B W"],
 ) -> Float[Array, "B D"]:
     """Normed output for one (token, state) pair per row: what :func:`logits` and :func:`recycled` read."""
+
+    def attention(i, layer, x):
+        return _attend(layer, cfg, cfg.body.kind(i), x, seen[kind_name(cfg, i)])
+
+    embedded = gemma.embed(shared.embed, token[:, None], shared.embed_scale)
+    return through(p, cfg, embedded, state[:, None], attention)[:, 0]
+
+
+def kind_name(cfg: Config, layer: int) -> str:
+    """What kind of the target's layers a layer reads."""
+    return "full" if layer in cfg.body.full_layers else "sliding"
+
+
+def through(
+    p: Weights,
+    cfg: Config,
+    embedded: Float[Array, "B Q W"],
+    state: Float[Array, "B Q W"],
+    attention: Callable[[int, Layer, Float[Array, "B Q D"]], Float[Array, "B Q D"]],
+) -> Float[Array, "B Q D"]:
+    """Normed output of rows of pairs. ``embedded``: as the target scales it. ``attention(index, layer, x)``: what is
+    mixed of the target's values, projected."""
     eps, dtype = cfg.body.eps, p.norm.dtype
-    embedded = gemma.embed(shared.embed, token[:, None], shared.embed_scale).astype(dtype)
-    x = linear(jnp.concatenate([embedded, state[:, None].astype(dtype)], -1), p.pre)
+    x = linear(jnp.concatenate([embedded.astype(dtype), state.astype(dtype)], -1), p.pre)
     for i, layer in enumerate(p.layers):
-        kind, name = cfg.body.kind(i), "full" if i in cfg.body.full_layers else "sliding"
-        mixed = _attend(layer, cfg, kind, rms_norm_wide(x, layer.attn_norm, eps), seen[name])
+        mixed = attention(i, layer, rms_norm_wide(x, layer.attn_norm, eps))
         x = x + rms_norm_wide(mixed, layer.post_attn_norm, eps)
         y = geglu(rms_norm_wide(x, layer.mlp_norm, eps), layer.gate, layer.up, layer.down)
         x = (x + rms_norm_wide(y, layer.post_mlp_norm, eps)) * layer.scalar
-    return rms_norm_wide(x[:, 0], p.norm, eps)
+    return rms_norm_wide(x, p.norm, eps)
 
 
 def _attend(
     layer: Layer, cfg: Config, kind: Kind, x: Float[Array, "B 1 D"], at: Seen
 ) -> Float[Array, "B 1 D"]:
     """Attention without a scale: the norms of queries and keys set it."""
-    q = rms_norm_wide(linear(x, layer.q), layer.q_norm, cfg.body.eps)
-    q = rotate(q, at.cos, at.sin, kind.rope.pair)
+    q = rotate(queries(layer, cfg, x), at.cos, at.sin, kind.rope.pair)
     k, v, pos = at.view.k, at.view.v, at.view.pos
     return gemma.output(attend(q, k, v, at.pos, pos, 1.0, cfg.window(kind)), layer.o)
 
 
-def recycled(p: Weights, normed: Float[Array, "B D"]) -> Float[Array, "B W"]:
+def queries(layer: Layer, cfg: Config, x: Float[Array, "B Q D"]) -> Float[Array, "B Q H C"]:
+    """Normed queries before rope."""
+    return rms_norm_wide(linear(x, layer.q), layer.q_norm, cfg.body.eps)
+
+
+def recycled(p: Weights, normed: Float[Array, "*N D"]) -> Float[Array, "*N W"]:
     """What the next draft receives in place of the target's hidden state."""
     return linear(normed, p.post)
 

@@ -82,7 +82,8 @@ def draft(
         return model.recycled(p, cfg, out).astype(state.dtype), cache
 
     keys = keys if sampling(cfg.drafting, keys) else None
-    logits, ids = functools.partial(model.logits, p, shared, cfg), model.target_ids(p, cfg)
+    logits = functools.partial(model.scores, p, cfg, model.head(p, shared, cfg))
+    ids = model.target_ids(p, cfg)
     proposal, cache = serial.draft(k, dstate.feedback, dstate.cache, logits, advance, ids, ctx, keys)
     return proposal, State(cache, dstate.feedback)
 

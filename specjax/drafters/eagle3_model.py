@@ -1,5 +1,6 @@
 """The network of an EAGLE-3 drafter: what it makes of a row of (target feature, next token) pairs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -82,6 +83,38 @@ def fuse(p: Weights, cfg: Config, block: AbsorbIn) -> Float[Array, "B Q D"]:
     return linear(joined, p.fc)
 
 
+#: ``attention(index, layer, u, x)``: the residual stream of the rows that go on, and what attention adds to it.
+Attention = Callable[
+    [int, Any, Float[Array, "B Q W"], Float[Array, "B Q D"]],
+    tuple[Float[Array, "B N D"], Float[Array, "B N D"]],
+]
+
+
+def through(
+    p: Weights,
+    cfg: Config,
+    embedded: Float[Array, "B Q D"],
+    feature: Float[Array, "B Q D"],
+    attention: Attention,
+) -> Float[Array, "B N D"]:
+    """Output (before the final norm) of the rows that ``attention`` lets go on, which knows their keys and values.
+
+    Embeddings are raw table rows; their scale is the drafter's own, never the target's.
+    """
+    shape = cfg.body
+    normed = body.norm(feature, p.hidden_norm, shape)
+    embedded = embedded * jnp.asarray(cfg.input_scale, embedded.dtype)
+    x = normed if cfg.norm_before_residual else feature
+    u = jnp.concatenate([body.norm(embedded, p.layers[0].attn_norm, shape), normed], -1)
+    for i, layer in enumerate(p.layers):
+        u = body.norm(x, layer.attn_norm, shape) if i else u
+        x, added = attention(i, layer, u, x)
+        x = body.after_attention(layer, shape, x, added)
+        added = body.feed(layer, shape, body.norm(x, layer.mlp_norm, shape))
+        x = body.after_mlp(layer, shape, x, added)
+    return x
+
+
 def run(
     p: Weights,
     cfg: Config,
@@ -92,59 +125,77 @@ def run(
 ) -> tuple[Float[Array, "B D"], tuple[DenseKV | RingKV, ...]]:
     """Output of row ``at.last`` (before the final norm) and the caches with the whole block written.
 
-    Of the last layer only that row is computed: the others matter to nothing but the caches. Embeddings are raw
-    table rows; their scale is the drafter's own, never the target's.
+    Of the last layer only that row is computed: the others matter to nothing but the caches.
     """
-    shape, pos, kept = cfg.body, at.pos, []
-    normed = body.norm(feature, p.hidden_norm, shape)
-    embedded = embedded * jnp.asarray(cfg.input_scale, embedded.dtype)
-    x = normed if cfg.norm_before_residual else feature
-    u = jnp.concatenate([body.norm(embedded, p.layers[0].attn_norm, shape), normed], -1)
-    for i, (layer, kv) in enumerate(zip(p.layers, cache, strict=True)):
-        u = body.norm(x, layer.attn_norm, shape) if i else u
-        k, v = _keys_values(layer, cfg, u, pos)
-        keys, values, key_pos, kv = kv.extend(k, v, pos, at.valid, at.mode)
+    written = []
+
+    def attention(i, layer, u, x):
+        pos = at.pos
+        k, v = keys_values(layer, cfg, u, pos)
+        keys, values, key_pos, kv = cache[i].extend(k, v, pos, at.valid, at.mode)
+        written.append(kv)
         if i == len(cache) - 1:
             u, x, pos = (row(a, at.last) for a in (u, x, pos))
-        added = _attention(layer, cfg, u, pos, (keys, values, key_pos), shape.windows[i])
-        x = body.after_attention(layer, shape, x, added)
-        added = body.feed(layer, shape, body.norm(x, layer.mlp_norm, shape))
-        x = body.after_mlp(layer, shape, x, added)
-        kept.append(kv)
-    return x[:, 0], tuple(kept)
+        return x, _attention(layer, cfg, u, pos, (keys, values, key_pos), cfg.body.windows[i])
+
+    return through(p, cfg, embedded, feature, attention)[:, 0], tuple(written)
 
 
-def _keys_values(layer, cfg: Config, u, pos):
+def keys_values(
+    layer: Any, cfg: Config, u: Float[Array, "B Q W"], pos: Int[Array, "B Q"]
+) -> tuple[Float[Array, "B Q G C"], Float[Array, "B Q G Cv"]]:
+    """Rotated keys, and values; with latent attention what :func:`mla.keys_values` gives."""
     if cfg.mla is not None:
         return mla.keys_values(layer, cfg.body, cfg.mla, u, pos)
     k, v = body.keys_values(layer, cfg.body, u)
     return body.turn(k, cfg.body, rope_angles(cfg.body.rope, pos)), v
 
 
+def queries(
+    layer: Any, cfg: Config, u: Float[Array, "B Q W"], pos: Int[Array, "B Q"]
+) -> Float[Array, "B Q H C"]:
+    """Rotated queries of a layer with heads."""
+    return body.turn(body.queries(layer, cfg.body, u), cfg.body, rope_angles(cfg.body.rope, pos))
+
+
 def _attention(layer, cfg: Config, u, pos, cached, window):
     if cfg.mla is not None:
         return mla.mix(layer, cfg.body, cfg.mla, u, pos, cached, window)
     keys, values, key_pos = cached
-    q = body.turn(body.queries(layer, cfg.body, u), cfg.body, rope_angles(cfg.body.rope, pos))
+    q = queries(layer, cfg, u, pos)
     out = attend(q.astype(keys.dtype), keys, values, pos, key_pos, cfg.body.scale, window)
     return body.output(layer, out.astype(u.dtype))
 
 
-def recycled(p: Weights, cfg: Config, x: Float[Array, "B D"]) -> Float[Array, "B D"]:
-    """What the next draft step receives in place of a feature, and what :func:`logits` reads."""
+def recycled(p: Weights, cfg: Config, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+    """What the next draft step receives in place of a feature, and what logits are made of."""
     return body.norm(x, p.norm, cfg.body) if cfg.norm_output else x
 
 
 def logits(p: Weights, shared: Shared, cfg: Config, state: Float[Array, "B D"]) -> Float[Array, "B Vd"]:
-    """float32 logits over the draft vocabulary, soft-capped if the drafter says so (the target's own cap is not
+    """float32 logits over the draft vocabulary."""
+    return scores(p, cfg, head(p, shared, cfg), state)
+
+
+def head(p: Weights, shared: Shared, cfg: Config) -> Float[Array, "rows D"]:
+    """Rows of the output head that are drafted from. A borrowed cut one is gathered, once per call of the drafter."""
+    table = shared.head if p.head is None else p.head
+    return table[target_ids(p, cfg)] if p.head is None and p.d2t is not None else table
+
+
+def scores(
+    p: Weights, cfg: Config, table: Float[Array, "rows D"], state: Float[Array, "B D"]
+) -> Float[Array, "B Vd"]:
+    """float32 logits by the rows of :func:`head`, soft-capped if the drafter says so (the target's own cap is not
     its); rows of a head beyond the target's vocabulary are left out."""
-    normed = state if cfg.norm_output else body.norm(state, p.norm, cfg.body)
-    head = shared.head if p.head is None else p.head
-    if p.head is None and p.d2t is not None:
-        head = head[target_ids(p, cfg)]
-    out = linear(normed.astype(head.dtype), head, out_dtype=jnp.float32) * cfg.logit_scale
+    out = linear(read(p, cfg, state).astype(table.dtype), table, out_dtype=jnp.float32) * cfg.logit_scale
     out = out if cfg.softcap is None else cfg.softcap * jnp.tanh(out / cfg.softcap)
     return out[:, : cfg.vocab_size]
+
+
+def read(p: Weights, cfg: Config, state: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+    """What the head reads of a recycled state."""
+    return state if cfg.norm_output else body.norm(state, p.norm, cfg.body)
 
 
 def target_ids(p: Weights, cfg: Config) -> Int[Array, " Vd"] | None:

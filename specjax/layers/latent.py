@@ -120,15 +120,27 @@ def mix(
 ) -> Float[Array, "B Q D"]:
     """Attention of the rows ``x`` over what :func:`keys_values` put into the cache."""
     keys, low = cached
+    near, far = queries(w, mla, eps, x, angles)
+    out = attend_latent(near, far, low[:, 0], keys[:, 0], visible, mla.scale)
+    return output(w, mla, out.astype(x.dtype))
+
+
+def queries(
+    w: Any, mla: Latent, eps: float, x: Float[Array, "B Q W"], angles: Angles
+) -> tuple[Float[Array, "B Q H L"], Float[Array, "B Q H R"]]:
+    """What meets the latent, and what meets the rope channels of the key."""
     if w.q_down is not None:
         x = rms_norm(linear(x, w.q_down), w.q_norm, eps)
     q = linear(x, w.q)
     near, far = q[..., : mla.nope], rotate(_halves(q[..., mla.nope :]), *angles)
-    key_up, value_up = w.kv_up[:, : mla.nope], w.kv_up[:, mla.nope :]
-    exact = precision_of(x.dtype)
-    near = jnp.einsum("bqhc,hcl->bqhl", near, key_up, precision=exact)
-    out = attend_latent(near, far, low[:, 0], keys[:, 0], visible, mla.scale)
-    out = jnp.einsum("bqhl,hcl->bqhc", out.astype(x.dtype), value_up, precision=exact)
+    near = jnp.einsum("bqhc,hcl->bqhl", near, w.kv_up[:, : mla.nope], precision=precision_of(x.dtype))
+    return near, far
+
+
+def output(w: Any, mla: Latent, mixed: Float[Array, "B Q H L"]) -> Float[Array, "B Q D"]:
+    """The output projection of mixtures of latents."""
+    exact = precision_of(mixed.dtype)
+    out = jnp.einsum("bqhl,hcl->bqhc", mixed, w.kv_up[:, mla.nope :], precision=exact)
     return linear(out.reshape(*out.shape[:2], -1), w.o.reshape(w.o.shape[0], -1))
 
 

@@ -30,7 +30,8 @@ from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
     "PREFIXES", "Config", "Weights", "abstract", "abstract_layer", "choose_experts", "commit", "config", "forward",
-    "init_cache", "keys_values", "kv_view", "min_resume", "mix", "shared", "skipped", "unembed",
+    "init_cache", "keys_values", "kv_view", "min_resume", "mix", "output", "queries", "shared", "skipped",
+    "unembed",
 ]  # fmt: skip
 
 #: The text part of a multimodal checkpoint.
@@ -229,11 +230,24 @@ def mix(
     w: Attention, cfg: Config, x: Float[Array, "B Q D"], pos: Int[Array, "B Q"], angles, cached
 ) -> Float[Array, "B Q D"]:
     """Gated attention of the rows ``x`` over ``cached``: keys, values and the position of each key."""
-    q, gate = jnp.split(linear(x, w.q), 2, -1)
-    q = rotate(rms_norm_offset(q, w.q_norm, cfg.eps), *angles)
+    q, gate = queries(w, cfg, x, angles)
     keys, values, key_pos = cached
-    out = attend(q, keys, values, pos, key_pos, cfg.head_dim**-0.5) * jax.nn.sigmoid(gate)
-    return _output(out, w.o)
+    return output(w, attend(q, keys, values, pos, key_pos, cfg.head_dim**-0.5), gate)
+
+
+def queries(
+    w: Attention, cfg: Config, x: Float[Array, "B Q D"], angles
+) -> tuple[Float[Array, "B Q H C"], Float[Array, "B Q H C"]]:
+    """Rotated queries, and what their outputs are gated by."""
+    q, gate = jnp.split(linear(x, w.q), 2, -1)
+    return rotate(rms_norm_offset(q, w.q_norm, cfg.eps), *angles), gate
+
+
+def output(
+    w: Attention, mixed: Float[Array, "B Q H C"], gate: Float[Array, "B Q H C"]
+) -> Float[Array, "B Q D"]:
+    """The output projection of what attention mixes, gated."""
+    return _output(mixed * jax.nn.sigmoid(gate), w.o)
 
 
 def _delta(w: Delta, cfg: Config, x, valid, memory: Recurrent, mode: Mode):
