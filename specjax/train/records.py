@@ -82,7 +82,7 @@ class Table:
 
     def _other_lengths(self, doc: np.ndarray, found: np.ndarray) -> np.ndarray:
         """Tokens ``[R T]`` of documents that are longer or shorter than the table says."""
-        key = np.arange(len(doc))[:, None] * (doc.max(initial=0) + 1) + doc
+        key = np.arange(len(doc))[:, None] * (doc.max(initial=0) + 2) + doc
         _, inverse, count = np.unique(key, return_inverse=True, return_counts=True)
         return (doc >= 0) & (count[inverse.reshape(doc.shape)] != self.lengths[found])
 
