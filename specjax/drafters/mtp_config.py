@@ -9,10 +9,10 @@ import numpy as np
 from specjax import registry
 from specjax.drafters.pick import Drafting, check_drafting
 from specjax.drafters.vocab import check_vocab
-from specjax.targets import deepseek_config, qwen3_5_config
+from specjax.targets import deepseek_config, qwen3, qwen3_5_config
 
 #: Families whose checkpoints have such a layer, by the config of the model it belongs to.
-FAMILIES = (qwen3_5_config.Config, deepseek_config.Config)
+FAMILIES = (qwen3.Config, qwen3_5_config.Config, deepseek_config.Config)
 _KNOWN = {"family", "model", "k", "drafting", "own_embed", "own_head", "draft_vocab", "eos_ids"}
 
 
@@ -55,10 +55,10 @@ def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:
     if not {"family", "model"} <= set(settings):
         raise ValueError("the MTP drafter is part of a target's checkpoint; settings alone are not enough")
     model = settings["model"]
-    if not isinstance(model, FAMILIES):
+    if not isinstance(model, FAMILIES) or (isinstance(model, qwen3.Config) and model.experts):
         raise ValueError(
             f"no layer for multi-token prediction is known of the family {settings['family']!r}; known: Qwen3.5, "
-            "Qwen3.6, DeepSeek-V3, Kimi-K2"
+            "Qwen3.6, DeepSeek-V3, Kimi-K2, and dense layers of Qwen3"
         )
     if model.hidden_size != target_cfg.hidden_size:
         raise ValueError(
@@ -81,6 +81,8 @@ def _one_layer(model: Any) -> Any:
     """The config of a model that is this one layer: full attention, and experts if the model has any."""
     if isinstance(model, deepseek_config.Config):
         return dataclasses.replace(model, num_layers=1, dense_layers=0, mtp_layers=0)
+    if isinstance(model, qwen3.Config):
+        return dataclasses.replace(model, num_layers=1)
     return dataclasses.replace(model, num_layers=1, full=(True,))
 
 

@@ -17,7 +17,7 @@ from specjax.layers.attention import causal
 from specjax.layers.linear import linear
 from specjax.layers.norm import rms_norm, rms_norm_offset
 from specjax.layers.rope import rope_angles
-from specjax.targets import deepseek, qwen3_5
+from specjax.targets import deepseek, qwen3, qwen3_5
 from specjax.targets.ffn import feed_forward
 from specjax.types import ArraySpec, Shared
 
@@ -29,27 +29,39 @@ class Weights:
     embed_norm: Float[Array, " D"]
     hidden_norm: Float[Array, " D"]
     fc: Float[Array, "D W"]  # W = 2 D: the embedding, then the hidden state
-    layer: Any  # qwen3_5.Layer or deepseek.Layer
+    layer: Any  # the family's own
     norm: Float[Array, " D"]
     embed: Float[Array, "V D"] | None
     head: Float[Array, "V D"] | None
 
 
+#: Whose layer it is. Each module has ``abstract_layer`` and ``choose_experts``; those with key and value heads also
+#: ``keys_values`` and ``mix``.
+_FAMILIES: dict[type, Any] = {qwen3.Config: qwen3, qwen3_5.Config: qwen3_5, deepseek.Config: deepseek}
+
+
+def _family(cfg: Config) -> Any:
+    return _FAMILIES[type(cfg.model)]
+
+
 def _has_latent(cfg: Config) -> bool:
-    return isinstance(cfg.model, deepseek.Config)
+    return _family(cfg) is deepseek
+
+
+def _stored_minus_one(cfg: Config) -> bool:
+    return _family(cfg) is qwen3_5
 
 
 def abstract(cfg: Config) -> Weights:
     """Weight struct of ArraySpecs."""
-    d, family = cfg.model.hidden_size, deepseek if _has_latent(cfg) else qwen3_5
-    init = "ones" if _has_latent(cfg) else "zeros"  # the others are stored minus one
+    d, init = cfg.model.hidden_size, "zeros" if _stored_minus_one(cfg) else "ones"
     norm = lambda name: ArraySpec((d,), (None,), (f"{name}.weight",), init)  # noqa: E731
     table = lambda name: ArraySpec((cfg.model.vocab_size, d), ("vocab", None), (f"{name}.weight",))  # noqa: E731
     return Weights(
         embed_norm=norm("pre_fc_norm_embedding"),
         hidden_norm=norm("pre_fc_norm_hidden"),
         fc=ArraySpec((d, 2 * d), (None, None), ("fc.weight",)),
-        layer=family.abstract_layer(cfg.model, 0, "layers.0."),
+        layer=_family(cfg).abstract_layer(cfg.model, 0, "layers.0."),
         norm=norm("norm"),
         embed=table("embed_tokens") if cfg.own_embed else None,
         head=table("lm_head") if cfg.own_head else None,
@@ -83,26 +95,31 @@ def run(
     keys, values, key_pos, kv = kv.extend(k, v, pos, at.valid, at.mode)
     u, x, pos = (row(a, at.last) for a in (u, x, pos))
     x = x + _mix(p.layer, cfg, u, pos, (keys, values, key_pos))
-    choose = functools.partial((deepseek if _has_latent(cfg) else qwen3_5).choose_experts, cfg.model)
+    choose = functools.partial(_family(cfg).choose_experts, cfg.model)
     x = x + feed_forward(p.layer.mlp, norm(x, p.layer.mlp_norm), choose)
     return norm(x, p.norm)[:, 0], kv
 
 
 def _norm(cfg: Config, x, weight):
-    return (rms_norm if _has_latent(cfg) else rms_norm_offset)(x, weight, cfg.model.eps)
+    return (rms_norm_offset if _stored_minus_one(cfg) else rms_norm)(x, weight, cfg.model.eps)
+
+
+def _attention(layer: Any) -> Any:
+    """Its attention's weights: Qwen3.5 keeps them apart from the layer's norms."""
+    return getattr(layer, "mixer", layer)
 
 
 def _keys_values(layer: Any, cfg: Config, u, pos):
     model, angles = cfg.model, rope_angles(cfg.model.rope, pos)
     if _has_latent(cfg):
         return latent.keys_values(layer, model.latent, deepseek.LOW_RANK_EPS, u, angles)
-    return qwen3_5.keys_values(layer.mixer, model, u, angles)
+    return _family(cfg).keys_values(_attention(layer), model, u, angles)
 
 
 def _mix(layer: Any, cfg: Config, u, pos, cached):
     model, angles = cfg.model, rope_angles(cfg.model.rope, pos)
     if not _has_latent(cfg):
-        return qwen3_5.mix(layer.mixer, model, u, pos, angles, cached)
+        return _family(cfg).mix(_attention(layer), model, u, pos, angles, cached)
     keys, low, key_pos = cached
     visible = causal(pos, key_pos)
     return latent.mix(layer, model.latent, deepseek.LOW_RANK_EPS, u, angles, (keys, low), visible)

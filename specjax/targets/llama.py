@@ -21,8 +21,9 @@ from specjax.targets.hf import check_config, only_full_attention
 from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
-    "FIXED", "KNOWN", "Config", "Layer", "Weights", "abstract", "attention_specs", "commit", "common_config",
-    "config", "forward", "init_cache", "kv_view", "min_resume", "project", "run_layers", "shared", "unembed",
+    "FIXED", "KNOWN", "Config", "Layer", "Weights", "abstract", "attention_of", "attention_specs", "commit",
+    "common_config", "config", "forward", "init_cache", "kv_view", "min_resume", "project", "run_layers", "shared",
+    "unembed",
 ]  # fmt: skip
 
 
@@ -191,10 +192,16 @@ def _feed_forward(layer, cfg, x):
 
 
 def _attention(layer, cfg, q, k, v, pos, valid, kv, angles, mode):
-    keys, values, key_pos, kv = kv.extend(rotate(k, *angles), v, pos, valid, mode)
-    out = attend(rotate(q, *angles), keys, values, pos, key_pos, cfg.head_dim**-0.5)
+    *cached, kv = kv.extend(rotate(k, *angles), v, pos, valid, mode)
+    return attention_of(layer, cfg, rotate(q, *angles), pos, cached), kv
+
+
+def attention_of(layer, cfg, q, pos, cached):
+    """``[B Q D]`` of rotated queries over ``cached``: keys, values and the position of each key."""
+    keys, values, key_pos = cached
+    out = attend(q, keys, values, pos, key_pos, cfg.head_dim**-0.5)
     heads = out.reshape(*out.shape[:2], -1)
-    return linear(heads, layer.o.reshape(layer.o.shape[0], -1), layer.o_bias), kv
+    return linear(heads, layer.o.reshape(layer.o.shape[0], -1), layer.o_bias)
 
 
 def kv_view(p: Weights, cfg: Config, cache: tuple[DenseKV, ...], kind: str) -> KVView:

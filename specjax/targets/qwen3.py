@@ -5,6 +5,7 @@ fused (``experts.gate_up_proj [E 2F D]``, gate rows first, and ``experts.down_pr
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,10 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.core.cache import DenseKV
+from specjax.layers.linear import linear
 from specjax.layers.moe import route
 from specjax.layers.norm import rms_norm
+from specjax.layers.rope import rotate
 from specjax.targets import llama
 from specjax.targets.decoder import Weights, commit, shared, unembed
 from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
@@ -22,8 +25,8 @@ from specjax.targets.llama import init_cache, kv_view, min_resume
 from specjax.types import ArraySpec, Mode, TapSpec, TargetOut
 
 __all__ = [
-    "Config", "Weights", "abstract", "commit", "config", "forward", "init_cache", "kv_view", "min_resume",
-    "shared", "unembed",
+    "Config", "Weights", "abstract", "abstract_layer", "choose_experts", "commit", "config", "forward", "init_cache",
+    "keys_values", "kv_view", "min_resume", "mix", "shared", "unembed",
 ]  # fmt: skip
 
 
@@ -87,11 +90,12 @@ class Layer:
 
 def abstract(cfg: Config) -> Weights:
     """Weight struct of ArraySpecs."""
-    layers = tuple(_abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers))
+    layers = tuple(abstract_layer(cfg, i, f"model.layers.{i}.") for i in range(cfg.num_layers))
     return dataclasses.replace(llama.abstract(cfg), layers=layers)
 
 
-def _abstract_layer(cfg: Config, index: int, prefix: str) -> Layer:
+def abstract_layer(cfg: Config, index: int, prefix: str) -> Layer:
+    """Specs of one layer under ``prefix`` ("model.layers.3.")."""
     norm = lambda name: ArraySpec((cfg.head_dim,), (None,), (f"{prefix}self_attn.{name}.weight",), "ones")  # noqa: E731
     mlp, width = prefix + "mlp.", cfg.hidden_size
     return Layer(
@@ -121,10 +125,37 @@ def forward(
 
 
 def _project(layer, cfg, x):
-    q, k, v = llama.project(layer, cfg, x)
-    return rms_norm(q, layer.q_norm, cfg.eps), rms_norm(k, layer.k_norm, cfg.eps), v
+    return _queries(layer, cfg, x), *_keys_values(layer, cfg, x)
+
+
+def _queries(layer, cfg, x):
+    return rms_norm(linear(x, layer.q, layer.q_bias), layer.q_norm, cfg.eps)
+
+
+def _keys_values(layer, cfg, x):
+    k = rms_norm(linear(x, layer.k, layer.k_bias), layer.k_norm, cfg.eps)
+    return k, linear(x, layer.v, layer.v_bias)
 
 
 def _feed_forward(layer, cfg, x):
-    choose = lambda rows, mlp: route(rows, mlp.router, cfg.experts_per_token, cfg.norm_topk)  # noqa: E731
-    return feed_forward(layer.mlp, x, choose)
+    return feed_forward(layer.mlp, x, functools.partial(choose_experts, cfg))
+
+
+def choose_experts(cfg: Config, rows: Float[Array, "N D"], mlp: Moe):
+    """Weights and ids of the experts of each row."""
+    return route(rows, mlp.router, cfg.experts_per_token, cfg.norm_topk)
+
+
+def keys_values(
+    layer: Layer, cfg: Config, x: Float[Array, "B Q D"], angles
+) -> tuple[Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
+    """Rotated keys, and values."""
+    k, v = _keys_values(layer, cfg, x)
+    return rotate(k, *angles), v
+
+
+def mix(
+    layer: Layer, cfg: Config, x: Float[Array, "B Q D"], pos: Int[Array, "B Q"], angles, cached
+) -> Float[Array, "B Q D"]:
+    """Attention of the rows ``x`` over ``cached``: keys, values and the position of each key."""
+    return llama.attention_of(layer, cfg, rotate(_queries(layer, cfg, x), *angles), pos, cached)

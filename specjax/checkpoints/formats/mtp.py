@@ -2,8 +2,9 @@
 
 Conventions. Qwen: ``mtp.fc``, ``mtp.pre_fc_norm_*``, ``mtp.norm`` and a decoder layer ``mtp.layers.0``. DeepSeek and
 Kimi: one more decoder layer behind the model's L, ``model.layers.L``, with ``enorm``, ``hnorm``, ``eh_proj`` and
-``shared_head`` beside its own parts; also as ``mtp.layers.0`` or ``mtp.0``. speculators: ``mtp_layers.0``. Embedding
-and head, where they are stored, usually are copies of the target's.
+``shared_head`` beside its own parts; also as ``mtp.layers.0`` or ``mtp.0``. speculators: ``mtp_layers.0``, with the
+config of its layer (Qwen3's or Qwen3.5's) nested, whatever family the target is of. Embedding and head, where they are
+stored, usually are copies of the target's.
 """
 
 import re
@@ -27,17 +28,18 @@ _NAMES = {
 _MODULE = re.compile(
     r"(?:mtp\.layers|mtp_layers|mtp)\.(?P<module>\d+)\.(?:layers\.0\.)?(?P<rest>.+)|mtp\.(?P<beside>.+)"
 )
-_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+#: Keys that count such layers.
+COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 
 
 def held(files: Files) -> bool:
     """Whether the folder has such a layer of a family that is known."""
-    return _settings(files.hf).get("model_type") in registry.TARGETS and bool(_modules(files))
+    return settings_of(files.hf).get("model_type") in registry.TARGETS and bool(_modules(files))
 
 
 def read(files: Files) -> Found:
     """The layer. Raises ValueError when there is none, and for settings that are not implemented."""
-    hf, text = _settings(files.hf), text_part(_settings(files.hf))
+    hf, text = settings_of(files.hf), text_part(settings_of(files.hf))
     family, modules = family_module(hf, files.where), _modules(files)
     if not modules:
         raise ValueError(
@@ -53,7 +55,7 @@ def read(files: Files) -> Found:
         model = family.config(hf)
     except KeyError as error:
         raise ValueError(f"{files.where}: the config lacks {error}") from None
-    stated = next((int(text[key]) for key in _COUNTS if text.get(key)), len(modules))
+    stated = next((int(text[key]) for key in COUNTS if text.get(key)), len(modules))
     notes = []
     if len(modules) > 1:
         notes.append(
@@ -69,14 +71,14 @@ def read(files: Files) -> Found:
     )
 
 
-def _settings(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+def settings_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the model the layer belongs to; speculators nest it."""
     return hf.get("transformer_layer_config") or hf
 
 
 def _modules(files: Files) -> dict[int, dict[str, str]]:
     """Layer number from 0 -> names the drafter uses -> names in the file."""
-    hf = _settings(files.hf)
+    hf = settings_of(files.hf)
     module = registry.target(hf["model_type"])
     behind = int(text_part(hf).get("num_hidden_layers") or 0)
     prefixes = getattr(module, "PREFIXES", {})
