@@ -40,6 +40,17 @@ def write(path: Path | None, args: argparse.Namespace, results: Any) -> None:
     path.write_text(json.dumps(facts(args) | {"results": results}, indent=1) + "\n")
 
 
+def difference(params: Any, prompt: list[int], a: list[int], b: list[int]) -> dict[str, Any] | None:
+    """Where two texts of one length part, and the float32 logit gap of the two candidates there; None = nowhere."""
+    from specjax.identity import prefix_logits
+
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+    if at is None:
+        return None
+    logits = prefix_logits(params, prompt + a[:at])
+    return {"position": at, "gap": float(abs(logits[a[at]] - logits[b[at]]))}
+
+
 def commit() -> str:
     """Short hash of the code that runs, with a mark when files differ from it."""
     ask = lambda *words: subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()  # noqa: E731

@@ -11,12 +11,13 @@ import json
 import warnings
 from pathlib import Path
 
+import common
 import torch
 import transformers
 from decode import Torch, prompts, torch_model
 
 import specjax
-from specjax.identity import NEAR_TIE, prefix_logits
+from specjax.identity import NEAR_TIE
 
 
 def main() -> int:
@@ -37,12 +38,8 @@ def main() -> int:
     peer, rows = Torch(torch_model(params)), []
     for i, (prompt, mine) in enumerate(zip(ids, ours, strict=True)):
         theirs = peer(prompt, args.tokens)[0]
-        at = next((j for j, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
-        gap = None
-        if at is not None:
-            logits = prefix_logits(params, prompt + mine[:at])
-            gap = float(abs(logits[mine[at]] - logits[theirs[at]]))
-        rows.append({"prompt": i, "identical": at is None, "position": at, "gap": gap})
+        parted = common.difference(params, prompt, mine, theirs)
+        rows.append({"prompt": i, "identical": parted is None, **(parted or {"position": None, "gap": None})})
         print(rows[-1], flush=True)
     wrong = [r for r in rows if not r["identical"] and r["gap"] > NEAR_TIE]
     print(f"{sum(r['identical'] for r in rows)} of {len(rows)} identical, {len(wrong)} beyond a near-tie")
