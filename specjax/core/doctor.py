@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from specjax.core import platform
+from specjax.kernels import dispatch
 
 PACKAGES = ("specjax", "jax", "jaxlib", "flax", "orbax-checkpoint", "transformers")
 PLUGINS = (
@@ -34,15 +35,6 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
-    """Which implementation an operation uses, and why not a faster one."""
-
-    op: str
-    implementation: str
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Doctor:
     """Report of :func:`doctor`. ``print`` it, or read the fields."""
 
@@ -51,7 +43,7 @@ class Doctor:
     devices: tuple[Device, ...]
     plugins: dict[str, str]
     problems: tuple[str, ...]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[dispatch.Choice, ...]
     compiler_options: dict[str, str]
     cache_folder: Path | None
     cache_bytes: int
@@ -107,7 +99,7 @@ def doctor() -> Doctor:
         devices=tuple(Device(d.id, d.device_kind, _memory(d)) for d in jax.devices()),
         plugins=plugins,
         problems=tuple(problems(name, plugins, _version("jaxlib"))),
-        kernels=kernels(),
+        kernels=dispatch.report(),
         compiler_options=platform.compiler_options(name),
         cache_folder=folder,
         cache_bytes=_folder_bytes(folder),
@@ -131,12 +123,6 @@ def problems(backend: str, plugins: dict[str, str], jaxlib: str | None) -> list[
         why = f"JAX_PLATFORMS={asked}" if asked else "no device was found"
         found.append(f"a GPU plugin is installed but JAX runs on the CPU ({why})")
     return found
-
-
-def kernels() -> tuple[Kernel, ...]:
-    """Implementation chosen for each operation that may have a hand-written kernel."""
-    reason = "no kernel ships in this version; XLA compiles the reference"
-    return tuple(Kernel(op, "reference", reason) for op in ("block_attention", "kv_inject"))
 
 
 def size(count: int | None) -> str:

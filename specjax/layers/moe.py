@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from specjax.kernels import dispatch
 from specjax.layers.linear import linear, precision_of
 
 _TILE_MIN, _TILE_MAX = 8, 128
@@ -40,14 +41,19 @@ def experts(
 ) -> Float[Array, "N D"]:
     """Weighted sum of the chosen experts' outputs ``down(activation(gate x) * up x)``, summed in float32.
 
-    Tokens are sorted by expert into tiles that hold one expert each, so that every expert's weights are
-    read about once. For few tokens accelerators gather the weights of the chosen experts instead, which
-    saves a sequence of small steps; a CPU does better without the copy.
+    On a GPU few tokens (a decode or verify step) run as a kernel that reads every expert that is hit once
+    (``specjax.kernels.experts``). Everything else is XLA's: many tokens are sorted by expert into tiles that hold
+    one expert each; few tokens that no kernel serves gather the weights of their experts on accelerators, which
+    saves a sequence of small steps. A CPU always takes tiles, and reads each expert that is hit once per tile of
+    8 to 128 tokens; tiles that stayed empty are skipped there.
     """
+    out = _way(x, ids, gate, activation)(x, ids, gate, up, down, activation)
+    return jnp.sum(out * weights.astype(jnp.float32)[..., None], axis=1).astype(x.dtype)
+
+
+def _way(x, ids, gate, activation) -> Callable:
     few = ids.size <= gate.shape[0] and jax.default_backend() != "cpu"
-    apply = _gathered if few else _tiled
-    out = apply(x, ids, gate, up, down, activation)
-    return jnp.einsum("nkd,nk->nd", out, weights, precision="highest").astype(x.dtype)
+    return dispatch.implementation("experts", (x, ids, gate, activation), _gathered if few else _tiled)
 
 
 def _gathered(x, ids, gate, up, down, activation) -> Float[Array, "N k D"]:
@@ -62,7 +68,7 @@ def _tiled(x, ids, gate, up, down, activation) -> Float[Array, "N k D"]:
     n, n_experts = ids.size, gate.shape[0]
     tile = _tile_rows(n, n_experts)
     n_tiles = n // tile + min(n_experts, n)  # enough for any distribution over experts
-    slot, tile_expert = _layout(ids.reshape(-1), n_experts, tile, n_tiles)
+    slot, tile_expert, used = _layout(ids.reshape(-1), n_experts, tile, n_tiles)
     source = jnp.full(n_tiles * tile, x.shape[0], jnp.int32).at[slot].set(jnp.arange(n) // ids.shape[1])
     rows = x.at[source].get(mode="fill", fill_value=0).reshape(n_tiles, tile, -1)
 
@@ -72,12 +78,19 @@ def _tiled(x, ids, gate, up, down, activation) -> Float[Array, "N k D"]:
         u = linear(block, up[expert], out_dtype=jnp.float32)
         return linear((activation(g) * u).astype(x.dtype), down[expert], out_dtype=jnp.float32)
 
-    out = jax.lax.map(one, (tile_expert, rows))
+    def some(args):
+        return jax.lax.cond(args[0], one, lambda _: jnp.zeros((tile, x.shape[1]), jnp.float32), args[1:])
+
+    # a branch costs a GPU more than an empty tile does: it is taken on the host
+    if jax.default_backend() == "cpu":
+        out = jax.lax.map(some, (jnp.arange(n_tiles) < used, tile_expert, rows))
+    else:
+        out = jax.lax.map(one, (tile_expert, rows))
     return out.reshape(n_tiles * tile, -1)[slot].reshape(*ids.shape, -1)
 
 
 def _layout(expert, n_experts: int, tile: int, n_tiles: int):
-    """Slot of every (token, choice) among the tiles' rows, and the expert of every tile."""
+    """Slot of every (token, choice) among the tiles' rows, the expert of every tile, and how many tiles are used."""
     count = jnp.bincount(expert, length=n_experts)
     last = jnp.cumsum(-(-count // tile))  # tiles up to and including each expert's
     first_row = (last - -(-count // tile)) * tile
@@ -85,7 +98,7 @@ def _layout(expert, n_experts: int, tile: int, n_tiles: int):
     rank = jnp.zeros_like(expert).at[order].set(jnp.arange(expert.size, dtype=expert.dtype))
     rank = rank - (jnp.cumsum(count) - count)[expert]  # place among the tokens of the same expert
     tile_expert = jnp.searchsorted(last, jnp.arange(n_tiles), side="right")
-    return first_row[expert] + rank, jnp.minimum(tile_expert, n_experts - 1)
+    return first_row[expert] + rank, jnp.minimum(tile_expert, n_experts - 1), last[-1]
 
 
 def _tile_rows(n: int, n_experts: int) -> int:
