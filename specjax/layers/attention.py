@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.kernels import dispatch
 from specjax.layers.linear import precision_of
 
 # XLA's CPU back end copies a whole cache to change its layout for a batched product; a plain product per
@@ -25,8 +26,14 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "B Q H C"]:
-    """Causal attention: a key is visible when ``0 <= key_pos <= q_pos`` (and ``key_pos > q_pos - window``)."""
-    return attend_parts(q, ((keys, values, causal(q_pos, key_pos, window)),), scale, softcap)
+    """Causal attention: a key is visible when ``0 <= key_pos <= q_pos`` (and ``key_pos > q_pos - window``).
+
+    Positions may be each query's own, as in packed rows; those are whole texts, for which there is a kernel.
+    """
+    run = lambda q, k, v, visible: attend_parts(q, ((k, v, visible),), scale, softcap)  # noqa: E731
+    if key_pos.ndim == 3:
+        run = dispatch.implementation("packed_attention", (q, keys, values, scale, softcap), run)
+    return run(q, keys, values, causal(q_pos, key_pos, window))
 
 
 def causal(

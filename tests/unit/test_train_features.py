@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from specjax import testing
-from specjax.layers.attention import attend, causal
+from specjax.core import platform
+from specjax.kernels import dispatch, packed_attention
+from specjax.layers.attention import attend, attend_parts, causal
 from specjax.testing.models import tiny_config
 from specjax.train import features, packed, records, shards, sources
 from specjax.train.types import Batch, Features
@@ -96,6 +98,37 @@ def test_attention_over_packed_rows():
     clean = (np.arange(3)[:, None] > 0) | (batch.doc == 1)
     np.testing.assert_allclose(np.asarray(got)[clean], want[clean], atol=1e-5)
     assert not np.asarray(got)[(batch.doc < 0) & clean].any()
+
+
+def _parts(dtype, heads=4, kv_heads=2, size=64, length=LENGTH):
+    rng = np.random.default_rng(0)
+    shapes = (3, length, heads, size), (3, kv_heads, length, size), (3, kv_heads, length, size)
+    return [jnp.asarray(rng.standard_normal(s), dtype) for s in shapes]
+
+
+def test_what_the_packed_kernel_takes(monkeypatch):
+    """Everything else is the reference's."""
+    said = lambda *facts: packed_attention.refuse(packed_attention.case(*facts))  # noqa: E731
+    assert "NVIDIA" in said(*_parts("bfloat16"), 0.1, None)
+    monkeypatch.setattr(platform, "backend", lambda: "cuda")
+    assert said(*_parts("bfloat16"), 0.1, None) is None
+    assert "full precision" in said(*_parts("float32"), 0.1, None)
+    assert "soft cap" in said(*_parts("bfloat16"), 0.1, 50.0)
+    assert "channels" in said(*_parts("bfloat16", size=512), 0.1, None)
+    assert "channels" in said(*_parts("bfloat16", size=12), 0.1, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_kernel_on_the_device(window):
+    """cuDNN against the reference: what each query sees is the same."""
+    batch, (q, k, v) = batch_of(SECOND[0]), _parts("bfloat16")
+    pos, key_pos = jnp.asarray(batch.pos), packed.seen_at(jnp.asarray(batch.doc), jnp.asarray(batch.pos))
+    assert dispatch.choose("packed_attention", q, k, v, 0.125, None).implementation == "kernel"
+    got = jax.jit(lambda *x: attend(*x, pos, key_pos, 0.125, window))(q, k, v)
+    want = attend_parts(q, ((k, v, causal(pos, key_pos, window)),), 0.125)
+    real = batch.doc >= 0
+    np.testing.assert_allclose(np.asarray(got, "f4")[real], np.asarray(want, "f4")[real], atol=0.02)
 
 
 def test_rows_a_target_cannot_run():
