@@ -6,6 +6,7 @@ or to padding. Positions start anew with each document, so rotations, windows an
 decoding, and no family knows of packing.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +45,7 @@ class PackedKV(DenseKV):
         """The rows themselves, and the position of every key for every query ``[R T T]``."""
         del pos, valid, mode
         keys, values = laid_out(k, v, k.dtype)
-        return keys, values, seen_at(self.doc, self.pos), self.replace(k=keys, v=values)
+        return keys, values, seen_at(self.doc, self.pos), dataclasses.replace(self, k=keys, v=values)
 
 
 @struct.dataclass
@@ -64,7 +65,7 @@ class PackedValues(ValueKV):
     ):
         """Like :meth:`PackedKV.extend`, with keys made of the values."""
         del pos, valid, mode
-        cache = self.replace(v=v.swapaxes(1, 2))
+        cache = dataclasses.replace(self, v=v.swapaxes(1, 2))
         return *cache.read(keys_of), seen_at(self.doc, self.pos), cache
 
     def positions(self) -> Int[Array, "R T"]:
@@ -90,7 +91,8 @@ def caches(pair: Pair, doc: Int[Array, "R T"], pos: Int[Array, "R T"], dtype: An
             return PackedValues(None, doc, pos)
         return PackedKV(None, None, doc, pos) if isinstance(part, ATTENTION) else part
 
-    return jax.tree.map(replaced, _own(pair, *doc.shape, dtype), is_leaf=_by_position)
+    rows, slots = doc.shape
+    return jax.tree.map(replaced, _own(pair, rows, slots, dtype), is_leaf=_by_position)
 
 
 @functools.cache

@@ -49,24 +49,25 @@ class FeatureSource(Protocol):
     def get(self, rows: Rows, batch: Batch) -> Features:
         """Features of a batch, on the device. ``rows``: which documents each row holds, in order.
 
-        ``batch`` may have NumPy arrays, which saves waiting for the device. ValueError where the documents are not
+        ``batch`` may have NumPy arrays, which are read here without waiting for the device. ValueError where the documents are not
         those that features belong to.
         """
         ...
 
 
 class Online:
-    """Computed for every batch."""
+    """Computed for every batch. ``sharding``: where batches are put; None: they stay where they are."""
 
-    def __init__(self, extract: Extract, target: Any):
-        self.extract, self.target = extract, target
+    def __init__(self, extract: Extract, target: Any, sharding: Any = None):
+        self.extract, self.target, self._sharding = extract, target, sharding
         self.plan = "features are computed for every batch"
 
     def get(self, rows: Rows, batch: Batch) -> Features:
         """Runs the target; ``rows`` may be empty."""
         del rows
         features.check(self.extract.pair, batch)
-        return _run(self.extract, self.target, batch)
+        placed = batch if self._sharding is None else jax.device_put(batch, self._sharding)
+        return _run(self.extract, self.target, placed)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -144,7 +145,7 @@ def open_source(
             "source='offline' reads features from files: give their folder, or use 'hybrid' or 'online'"
         )
     inner: FeatureSource = (
-        Online(extract, target)
+        Online(extract, target, sharding)
         if folder is None or kind == "online"
         else Offline(extract, target, folder, sharding)
     )
