@@ -19,7 +19,6 @@ from specjax.config import (
     Options,
     Program,
     acceptance_rule,
-    bounded_chunk,
     per_request,
     positive,
     row_bucket,
@@ -53,7 +52,7 @@ class Call:
     verbose: bool | None
 
     def engines(self) -> tuple[Engine, Engine]:
-        """Engine of the batch, and the one that prefills a refill alone."""
+        """Engine of the batch, and the one that prefills what enters it later."""
         weights = (self.params.target, self.params.drafter)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(weights)):
             raise ValueError("these params hold shapes only (shapes_only=True): load them again to decode")
@@ -135,7 +134,7 @@ def _plan(
         raise ValueError(f"prefill_chunk must be a power of two, got {prefill_chunk}")
     if positive("rounds", rounds) > ROUNDS:
         raise ValueError(f"rounds={rounds} is more than one device call records; at most {ROUNDS}")
-    drive = Driving(loop, rounds, bounded_chunk(program, prefill_chunk))
+    drive = Driving(loop, rounds, prefill_chunk)
     return Call(params, jobs, program, drive, n, given.single, logprobs, verbose)
 
 

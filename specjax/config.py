@@ -16,6 +16,7 @@ TOKEN_BUCKET_LIMIT = 1024  # token buffers: powers of two up to here, multiples 
 TOKEN_BUCKET_MIN = 64
 STOP_BUCKET = 8
 PREFILL_MIN = 16
+REFILL_SIZES = (1, 8, 64)
 #: Float32 attention scores of one layer in a prefill pass; about two temporaries of this size are alive.
 SCORE_BYTES = 256 * 2**20
 
@@ -161,6 +162,18 @@ def prefill_bucket(n: int, chunk: int) -> int:
     while size < n and size < chunk:
         size *= 2
     return min(size, chunk)
+
+
+def refill_groups(n: int, rows: int) -> list[int]:
+    """Sizes of the batches in which ``n`` prompts are prefilled for free rows of a batch of ``rows``.
+
+    There are few sizes, since each is a program of its own; all but the smallest are at least half full.
+    """
+    sizes, groups = [s for s in REFILL_SIZES if s == 1 or 2 * s <= rows], []
+    while n > 0:
+        groups.append(max(s for s in sizes if s <= 2 * n or s == 1))
+        n -= groups[-1]
+    return groups
 
 
 def bounded_chunk(program: Program, chunk: int) -> int:

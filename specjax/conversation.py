@@ -5,7 +5,6 @@ or regenerated turn falls back just as far as it must, and the ids equal those o
 whole conversation.
 """
 
-import collections
 import dataclasses
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 
 from specjax import calls, generate, registry
 from specjax.config import Program
-from specjax.core.loop import Job, clock, credit, host_state, prefill_rows, read, run_rounds
+from specjax.core.loop import Job, Queue, clock, credit, host_state, prefill_rows, read, run_rounds
 from specjax.core.platform import enable_compilation_cache
 from specjax.core.programs import Engine
 from specjax.results import Piece, Result
@@ -112,7 +111,7 @@ class Conversation:
         state, records = prefill_rows(engine, host, call.drive.prefill_chunk, start, state)
         yield from credit(read(records), [job], clock(engine, engine))
         rows: list[Job | None] = [job]
-        state = yield from run_rounds(engine, engine, state, rows, collections.deque(), call.drive)
+        state = yield from run_rounds(engine, engine, state, rows, Queue(), call.drive)
         self._state, self._program = state, call.program
         self._held = np.concatenate([job.prompt, np.asarray(job.tokens, np.int32)])
 

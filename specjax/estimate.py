@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import calls
-from specjax.config import Program, prefill_bucket
+from specjax.config import Program, bounded_chunk, prefill_bucket
 from specjax.core.accept import LOGIT_BYTES
 from specjax.core.loop import host_state
 from specjax.core.programs import Engine, fill_caches
@@ -83,7 +83,7 @@ def explain(params: Params, prompt: Any, *, compile: bool = False, **options: An
     host = host_state(program, rows)
     state = jax.eval_shape(lambda: fill_caches(program, host))
     lengths = [len(job.prompt) for job in call.jobs]
-    width = prefill_bucket(int(np.max(lengths)), call.drive.prefill_chunk)
+    width = prefill_bucket(int(np.max(lengths)), bounded_chunk(program, call.drive.prefill_chunk))
     weights = (params.target, params.drafter)
     caches = tree_bytes(state.target) + tree_bytes(state.drafter)
     return Explanation(

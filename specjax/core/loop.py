@@ -6,15 +6,16 @@ string, a refill) apply to the newest state; ``request_id`` in the record credit
 
 import collections
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.config import Options, Program, prefill_bucket
+from specjax.config import Options, Program, bounded_chunk, prefill_bucket, refill_groups
 from specjax.core.programs import Engine
 from specjax.types import NONFINITE, REASONS, RUNNING, Counts, Emit, Sampling, State
 
@@ -57,21 +58,40 @@ class Driving:
     prefill_chunk: int = 512
 
 
-def serve(engine: Engine, one: Engine, jobs: list[Job], drive: Driving) -> Generator[Job, None, State | None]:
+class Queue:
+    """Jobs that wait for a row, made as they are asked for; ``put`` adds one that goes first."""
+
+    def __init__(self, jobs: Iterable[Job] = ()):
+        self._first: collections.deque[Job] = collections.deque()
+        self._rest = iter(jobs)
+
+    def put(self, job: Job) -> None:
+        """Let a job wait that nobody knew of before."""
+        self._first.append(job)
+
+    def take(self, most: int) -> list[Job]:
+        """The next jobs, at most ``most`` of them."""
+        taken = [self._first.popleft() for _ in range(min(most, len(self._first)))]
+        return taken + list(itertools.islice(self._rest, most - len(taken)))
+
+
+def serve(
+    engine: Engine, one: Engine, jobs: Iterable[Job] | Queue, drive: Driving
+) -> Generator[Job, None, State | None]:
     """Decode every job, yielding a job whenever it has new tokens or has ended.
 
-    ``engine`` runs ``program.rows`` rows; further jobs enter rows as they fall free (``one`` prefills
-    them alone). Jobs with a budget of 0 never reach the device. Returns the last state.
+    ``engine`` runs ``program.rows`` rows; further jobs enter rows as they fall free, several at once when several
+    are free (``one`` in other sizes prefills them). Jobs with a budget of 0 never reach the device. Returns the
+    last state.
     """
-    queue = collections.deque(jobs)
-    for job in [j for j in queue if j.options.max_new_tokens == 0]:
-        queue.remove(job)
-        job.reason = "length"
-        yield job
-    rows: list[Job | None] = [queue.popleft() if queue else None for _ in range(engine.program.rows)]
-    if not any(rows):
+    queue = jobs if isinstance(jobs, Queue) else Queue(jobs)
+    waiting: list[Job] = []
+    while len(waiting) < engine.program.rows and (taken := queue.take(engine.program.rows - len(waiting))):
+        waiting += yield from _with_budget(taken)
+    if not waiting:
         return None
-    for job in filter(None, rows):
+    rows: list[Job | None] = [*waiting, *[None] * (engine.program.rows - len(waiting))]
+    for job in waiting:
         job.began = clock(engine, one)
     state, records = prefill_rows(engine, host_state(engine.program, rows), drive.prefill_chunk)
     records = read(records)
@@ -79,14 +99,26 @@ def serve(engine: Engine, one: Engine, jobs: list[Job], drive: Driving) -> Gener
     return (yield from run_rounds(engine, one, state, rows, queue, drive))
 
 
+def _with_budget(jobs: list[Job]) -> Generator[Job, None, list[Job]]:
+    """The jobs that have something to decode; the others have ended."""
+    for job in jobs:
+        if job.options.max_new_tokens == 0:
+            job.reason = "length"
+            yield job
+    return [job for job in jobs if not job.reason]
+
+
 def run_rounds(
-    engine: Engine, one: Engine, state: State, rows, queue, drive: Driving
+    engine: Engine, one: Engine, state: State, rows: list[Job | None], queue: Queue, drive: Driving
 ) -> Generator[Job, None, State]:
     """Chunks of rounds over a prefilled state until every row and the queue are finished."""
     behind: list[Emit] = []
     while True:
-        closed = [b for b, job in enumerate(rows) if job is None or job.reason]
-        state, refilled = _refill(engine, one, state, closed, rows, queue, drive)
+        free = [b for b, job in enumerate(rows) if job is None or job.reason]
+        entering: list[Job] = []
+        while len(entering) < len(free) and (taken := queue.take(len(free) - len(entering))):
+            entering += yield from _with_budget(taken)
+        state, refilled = _refill(engine, one, state, free, entering, rows, drive)
         if all(job is None or job.reason for job in rows):
             return state
         state, newest = _advance(engine, state, drive)
@@ -109,16 +141,20 @@ def _advance(engine: Engine, state: State, drive: Driving) -> tuple[State, list[
     return state, emits
 
 
-def _refill(engine: Engine, one: Engine, state: State, closed, rows, queue, drive: Driving):
+def _refill(engine: Engine, one: Engine, state: State, free, entering, rows, drive: Driving):
+    """Put jobs into free rows, in groups that are prefilled together. Other free rows that had a job lose it."""
     records: list[Emit] = []
-    for b in closed:
-        if not queue:
-            rows[b] = None if rows[b] and rows[b].reason else rows[b]
-            continue
-        job = rows[b] = queue.popleft()
-        job.began = clock(engine, one)
-        single, emits = prefill_rows(one, host_state(one.program, [job]), drive.prefill_chunk)
-        state = engine.insert(state, b, single)
+    for b, job in itertools.zip_longest(free, entering):
+        rows[b] = job
+    for size in refill_groups(len(entering), engine.program.rows):
+        jobs, entering = entering[:size], entering[size:]
+        places, free = free[:size][: len(jobs)], free[size:]
+        for job in jobs:
+            job.began = clock(engine, one)
+        group = one.sized(size)
+        host = host_state(group.program, [*jobs, *[None] * (size - len(jobs))])
+        part, emits = prefill_rows(group, host, drive.prefill_chunk)
+        state = engine.insert(state, places, part)
         records += emits
     return state, records
 
@@ -128,7 +164,7 @@ def prefill_rows(
 ) -> tuple[State, list[Emit]]:
     """Prefill every row from position ``start``; ``state`` continues an existing one (conversations)."""
     longest = int(np.max(host.prompt_len))
-    width = prefill_bucket(longest - start, chunk)
+    width = prefill_bucket(longest - start, bounded_chunk(engine.program, chunk))
     state = engine.init(host) if state is None else jax.device_put(state)
     records = []
     for at in range(start, longest, width):
@@ -217,12 +253,11 @@ def credit(records: list[Any], rows: list[Job | None], now: float) -> Iterator[J
     owners = {job.index: job for job in rows if job is not None}
     changed: dict[int, Job] = {}
     for emit in records:
-        for r in range(emit.emitted.shape[0]):
-            for b in np.flatnonzero((emit.emitted[r] > 0) | (emit.reason[r] == NONFINITE)).tolist():
-                job = owners.get(int(emit.request_id[r, b]))
-                if job is not None and job.reason is None:
-                    _take(job, emit, r, b, now)
-                    changed[job.index] = job
+        for owner, piece in _pieces(emit):
+            job = owners.get(owner)
+            if job is not None and job.reason is None:
+                _take(job, piece, now)
+                changed[owner] = job
     for job in changed.values():
         keep = job.check(job) if job.check else None
         if keep is not None:
@@ -231,17 +266,55 @@ def credit(records: list[Any], rows: list[Job | None], now: float) -> Iterator[J
         yield job
 
 
-def _take(job: Job, emit, r: int, b: int, now: float) -> None:
+@dataclasses.dataclass
+class _Piece:
+    """What a record holds for one row: the same fields as in :class:`Job`."""
+
+    tokens: list[int]
+    drafted: list[bool]
+    logprobs: list[float]
+    rounds: list[tuple[int, int, int, int]]
+    reason: int
+
+
+def _pieces(emit) -> Iterator[tuple[int, _Piece]]:
+    """(request, piece) of every row that took part in a record.
+
+    Arrays become lists for all rows at once: with a thousand rows a call per row and round would take longer than
+    the device.
+    """
+    emitted, accepted, reason, proposed, source, owner = (
+        np.asarray(x).T
+        for x in (emit.emitted, emit.accepted, emit.reason, emit.proposed, emit.source, emit.request_id)
+    )  # [B R]
+    live = (emitted > 0) | (reason == NONFINITE)
+    over = np.cumsum(live & (reason != RUNNING), 1) - (live & (reason != RUNNING))
+    live &= over == 0  # a row's last round, and none after it
+    at = np.arange(emit.tokens.shape[2])
+    real = live[:, :, None] & (at < emitted[:, :, None])
+    flat = lambda x: x.swapaxes(0, 1)[real].tolist()  # noqa: E731
+    tokens, drafted = flat(emit.tokens), (at < accepted[:, :, None])[real].tolist()
+    logprobs = flat(emit.logprobs) if emit.logprobs is not None else []
+    was_round = live & (emit.width > 0)  # the prefill's token is no round
+    rounds = list(zip(*(x[was_round].tolist() for x in (proposed, accepted, emitted, source)), strict=True))
+    ends, turns = np.cumsum(real.sum((1, 2))).tolist(), np.cumsum(was_round.sum(1)).tolist()
+    last = np.where(live, np.arange(live.shape[1]), -1).max(1)
+    for b in np.flatnonzero(last >= 0).tolist():
+        part = slice(ends[b - 1] if b else 0, ends[b])
+        turn = slice(turns[b - 1] if b else 0, turns[b])
+        yield (
+            int(owner[b, last[b]]),
+            _Piece(tokens[part], drafted[part], logprobs[part], rounds[turn], int(reason[b, last[b]])),
+        )
+
+
+def _take(job: Job, piece: _Piece, now: float) -> None:
     job.latest = now
-    n, accepted = int(emit.emitted[r, b]), int(emit.accepted[r, b])
-    if emit.width[r] > 0:  # the prefill's token is no round
-        job.rounds.append((int(emit.proposed[r, b]), accepted, n, int(emit.source[r, b])))
-    else:
+    if not piece.rounds:
         job.first = now
-    job.tokens += emit.tokens[r, b, :n].tolist()
-    job.drafted += [i < accepted for i in range(n)]
-    if emit.logprobs is not None:
-        job.logprobs += emit.logprobs[r, b, :n].tolist()
-    reason = int(emit.reason[r, b])
-    if reason != RUNNING:
-        job.reason = REASONS[reason]
+    job.tokens += piece.tokens
+    job.drafted += piece.drafted
+    job.logprobs += piece.logprobs
+    job.rounds += piece.rounds
+    if piece.reason != RUNNING:
+        job.reason = REASONS[piece.reason]

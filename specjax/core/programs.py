@@ -46,14 +46,27 @@ def _signature(weights: Any) -> Any:
 class Engine:
     """Runs the programs of one :class:`Program` on one set of weights, compiling on first use.
 
-    ``compile_seconds`` is the time spent compiling through this engine; ``announce`` surrounds each compilation.
+    ``announce`` surrounds each compilation.
     """
 
     def __init__(self, program: Program, weights: rnd.Weights, announce: Announce | None = None):
         self.program, self.weights = program, weights
-        self.compile_seconds = 0.0
         self._announce = announce or (lambda text: contextlib.nullcontext())
         self._compiled = _store(program, _signature(weights))
+        self._seconds = 0.0
+        self._sized: dict[int, Engine] = {program.rows: self}
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time spent compiling through this engine and those of other sizes it gave."""
+        return self._seconds + sum(x.compile_seconds for x in self._sized.values() if x is not self)
+
+    def sized(self, rows: int) -> "Engine":
+        """Engine of the same program for another number of rows; kept."""
+        if rows not in self._sized:
+            program = dataclasses.replace(self.program, rows=rows)
+            self._sized[rows] = Engine(program, self.weights, self._announce)
+        return self._sized[rows]
 
     def init(self, host: State) -> State:
         """Device state from a host state whose cache fields are empty."""
@@ -87,9 +100,13 @@ class Engine:
         """Mark rows as done; consumes ``state``."""
         return self._run("finish", rnd.finish, (0,), state, jnp.asarray(rows))
 
-    def insert(self, state: State, row: int, one: State) -> State:
-        """Put a single-row state into row ``row``; consumes ``state``."""
-        return self._run("insert", rnd.insert, (0,), state, jnp.int32(row), one)
+    def insert(self, state: State, rows: list[int], part: State) -> State:
+        """Put the rows of a smaller state into rows of ``state``, and consume it; ``part`` may have more rows than
+        are named: they go nowhere."""
+        size = part.length.shape[0]
+        spare = range(self.program.rows, self.program.rows + size - len(rows))
+        at = jnp.asarray([*rows, *spare], jnp.int32)
+        return self._run(f"insert {size}", rnd.insert, (0,), state, at, part)
 
     def _run(self, name: str, fn, donate: tuple[int, ...], *args):
         return self._get(name, fn, donate, *args)(*args)
@@ -105,7 +122,7 @@ class Engine:
         with self._announce(f"compiling {name} (rows {p.rows}, tokens {p.tokens}, k {p.k})"):
             jitted = jax.jit(fn, donate_argnums=donate)
             compiled = jitted.lower(*args).compile(compiler_options=compiler_options() or None)
-        self.compile_seconds += time.perf_counter() - began
+        self._seconds += time.perf_counter() - began
         _Count.total += 1
         return compiled
 

@@ -235,7 +235,7 @@ def finish(state: State, rows: Array) -> State:
     )
 
 
-def insert(state: State, row: Int[Array, ""], one: State) -> State:
-    """Overwrite one row of every leaf with the single row of ``one``."""
-    put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)  # noqa: E731
-    return jax.tree.map(put, state, one)
+def insert(state: State, rows: Int[Array, " b"], part: State) -> State:
+    """Overwrite rows of every leaf with those of ``part``; distinct ``rows``, those beyond the last go nowhere."""
+    put = lambda whole, new: whole.at[rows].set(new, mode="drop", unique_indices=True)  # noqa: E731
+    return jax.tree.map(put, state, part)
