@@ -49,7 +49,8 @@ def load(
         drafter_config: settings that replace the drafter's defaults or what its file says (``k``, ``drafting``,
             ...); for a chain a list with one dict, or None, per drafter.
         shapes_only: ``jax.ShapeDtypeStruct`` in place of every array: reads configs and tensor names, allocates
-            nothing. What :func:`explain` needs to tell the memory of a call beforehand.
+            nothing. What :func:`explain` needs to tell the memory of a call beforehand. Folders may hold
+            ``config.json`` alone, and no weights are downloaded.
         verbose: progress: None = only on a terminal, False = never, True = always.
 
     Raises:
@@ -59,7 +60,11 @@ def load(
     with line(verbose) as say:
         say(f"loading {target}")
         wanted = attach.plan(
-            drafter, speculative_config, drafter_config, None if str(target) == "tiny" else target
+            drafter,
+            speculative_config,
+            drafter_config,
+            None if str(target) == "tiny" else target,
+            weights=not shapes_only,
         )
         params = _target(target, dtype, say, shapes_only)
         return params if wanted is None else attach.attach(params, wanted, say)
@@ -69,7 +74,7 @@ def _target(target: str | Path, dtype: Any, say: attach.Say, shapes_only: bool) 
     if str(target) == "tiny":
         params = _tiny(_dtype(dtype, "float32"))
         return jax.eval_shape(lambda: params) if shapes_only else params
-    source = checkpoints.hub.resolve(target)
+    source = checkpoints.hub.resolve(target, weights=not shapes_only)
     if source.kind != "orbax":
         return _from_checkpoint(source, _dtype(dtype, None), say, shapes_only)
     params = checkpoints.orbax.load(source.path, shapes_only)

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,9 +54,14 @@ class _Ready:
 
 
 def plan(
-    drafter: Any, speculative_config: Any, drafter_config: Any, target: str | Path | None = None
+    drafter: Any,
+    speculative_config: Any,
+    drafter_config: Any,
+    target: str | Path | None = None,
+    weights: bool = True,
 ) -> Plan | None:
     """What is to be attached; None when nothing was asked for. ``target``: where its files are, if it has any.
+    Without ``weights`` none are downloaded.
 
     Raises ValueError for a name, a combination or a setting that makes no sense, FileNotFoundError or OSError
     for files that cannot be had.
@@ -72,7 +78,8 @@ def plan(
     pairs = _names(items, chain, spec)
     settings = _per_drafter(drafter_config, len(pairs), chain)
     specs = _shares(spec, pairs)
-    asks = tuple(_ask(*one, target) for one in zip(pairs, settings, specs, strict=True))
+    find = functools.partial(hub.resolve, weights=weights)
+    asks = tuple(_ask(*one, target, find) for one in zip(pairs, settings, specs, strict=True))
     return Plan(asks, "auto" if spec is None else spec.rule)
 
 
@@ -170,7 +177,11 @@ def _per_drafter(settings: Any, drafters: int, chain: bool) -> list[Mapping[str,
 
 
 def _ask(
-    pair: tuple[str | None, Any], settings: Mapping[str, Any], spec: Speculative | None, target: Any
+    pair: tuple[str | None, Any],
+    settings: Mapping[str, Any],
+    spec: Speculative | None,
+    target: Any,
+    find: Callable[..., hub.Source],
 ) -> Ask:
     name, where = pair
     if spec is not None:
@@ -185,13 +196,13 @@ def _ask(
         if spec is not None and spec.revision is not None:
             raise ValueError(f"speculative_config: revision={spec.revision!r} is of no use without a model")
         if target is not None and getattr(registry.drafter(str(name)), "INSIDE", False):
-            return Ask(name, hub.resolve(target), settings, spec, inside=True)
+            return Ask(name, find(target), settings, spec, inside=True)
         _usable_alone(str(name))
         return Ask(name, None, settings, spec)
     if name is not None and hasattr(registry.drafter(name), "default"):
         raise ValueError(f"drafter {name!r} has no files, but {str(where)!r} was given for it")
     revision = None if spec is None else spec.revision
-    return Ask(name, hub.resolve(where, revision), settings, spec)
+    return Ask(name, find(where, revision), settings, spec)
 
 
 def _usable_alone(name: str) -> None:

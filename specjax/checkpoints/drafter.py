@@ -10,6 +10,7 @@ import numpy as np
 
 from specjax import registry
 from specjax.checkpoints import formats, gguf, gguf_model, safetensors, tokenizer, tree
+from specjax.checkpoints.formats import expected
 from specjax.checkpoints.hub import Source
 from specjax.checkpoints.load import read_json
 from specjax.targets.hf import refuse_quantised
@@ -48,11 +49,16 @@ def load_drafter(
     ``layout``, ``taps``, ...). ``tokenizer_id``: the target's, which a draft model's must agree with.
     ``eos_ids``: ids that end its turns. ``inside``: the folder is the target's own. Embedding and head equal to the
     target's are borrowed, not stored twice. ``shapes_only``: the weights are ``jax.ShapeDtypeStruct``, and an
-    embedding or head of the target's shape is taken for a copy of it.
+    embedding or head of the target's shape is taken for a copy of it; without weight files the config alone is
+    asked.
     Raises ValueError before weights are allocated: another kind than expected, a tensor missing or unknown, a
     setting not understood, a drafter that does not fit the target.
     """
-    files, own_tokenizer = _open(source, target_cfg)
+    imagined = shapes_only and source.kind == "folder" and not safetensors.held(source.path)
+    if imagined:
+        files, own_tokenizer = _imagine(source, target_cfg, method, inside), tokenizer.in_folder(source.path)
+    else:
+        files, own_tokenizer = _open(source, target_cfg)
     where = files.where
     refuse_quantised(files.hf, where)
     found = formats.detect(files, method, inside)
@@ -70,6 +76,8 @@ def load_drafter(
     cfg = _configure(found.method, given, settings or {}, target_cfg, where)
     weights = _fill(found, cfg, names, files, dtype, progress, shapes_only)
     notes = tuple(n for n in found.notes if not n.endswith(tuple(f"({key}=...)" for key in settings or ())))
+    if imagined:
+        notes = (*notes, expected.NOTE)
     return LoadedDrafter(found.method, cfg, weights, found.format, notes, found.made_for)
 
 
@@ -90,6 +98,13 @@ def _open(source: Source, target_cfg: Any) -> tuple[formats.Files, str]:
     tensors = safetensors.Tensors(source.path)
     hf = read_json(source.path / "config.json")
     return formats.Files(where, hf, tensors.shapes, tensors.get, target_cfg), tokenizer.in_folder(source.path)
+
+
+def _imagine(source: Source, target_cfg: Any, method: str | None, inside: bool) -> formats.Files:
+    """The same for a folder without weights, as its config describes it."""
+    where, hf = str(source.path), read_json(source.path / "config.json")
+    refuse_quantised(hf, where)
+    return expected.files(where, hf, target_cfg, method, inside)
 
 
 def _compare(where: str, own: str, target: str) -> bool:

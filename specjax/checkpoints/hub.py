@@ -38,12 +38,13 @@ SHORT_NAMES = {
 }
 
 
-def resolve(name: str | Path, revision: str | None = None) -> Source:
+def resolve(name: str | Path, revision: str | None = None, weights: bool = True) -> Source:
     """Local files for a short name, a folder, a ``.gguf`` file, or a Hub id ``owner/model``.
 
     A Hub id is downloaded (or taken from the local cache), at ``revision`` if one is given; nothing is ever
-    installed. Raises ValueError for a name that is none of these, listing the short names, and for a revision of
-    something that is not on the Hub; OSError when files cannot be had.
+    installed. Without ``weights`` only configs and tokenizers are downloaded. Raises ValueError for a name that is none
+    of these, listing the short names, and for a revision of something that is not on the Hub; OSError when files
+    cannot be had.
     """
     text = str(name)
     if revision is not None and (text in SHORT_NAMES or Path(text).expanduser().exists()):
@@ -60,7 +61,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Source:
             f"{path} is a file but no .gguf; give the folder that holds config.json and the weights"
         )
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.lower().endswith(".gguf"):
-        return _folder(_download(text, revision), text)
+        return _folder(_download(text, revision, weights), text)
     known = ", ".join(SHORT_NAMES)
     raise ValueError(
         f"unknown model {text!r}: not an existing folder or .gguf file, not a Hub id (owner/model) and not one of "
@@ -97,13 +98,16 @@ def _folder(path: Path, name: str) -> Source:
     )
 
 
-def _download(repo: str, revision: str | None) -> Path:
+def _download(repo: str, revision: str | None, weights: bool) -> Path:
     import huggingface_hub
 
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+                repo,
+                revision=revision,
+                allow_patterns=_WANTED,
+                ignore_patterns=_UNWANTED if weights else [*_UNWANTED, "*.safetensors"],
             )
         )
     except Exception as error:  # many kinds: network, permission, unknown name, offline mode

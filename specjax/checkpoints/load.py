@@ -43,8 +43,8 @@ def load_target(
     """Read a folder or GGUF; floating weights become ``dtype``, one tensor at a time.
 
     ``progress(done, total, name)`` is called after each array. ``shapes_only``: the weights are
-    ``jax.ShapeDtypeStruct``; nothing is read or allocated. Raises ValueError or OSError naming the
-    file, tensor or setting at fault before anything is compiled.
+    ``jax.ShapeDtypeStruct``; nothing is read or allocated, and a folder may hold ``config.json`` alone. Raises
+    ValueError or OSError naming the file, tensor or setting at fault before anything is compiled.
     """
     if source.kind == "orbax":
         raise ValueError(f"{source.path} was written by specjax.save: read it with checkpoints.orbax.load")
@@ -71,8 +71,11 @@ def _from_folder(path: Path, dtype: Any, progress: tree.Progress | None, shapes_
     hf = read_json(path / "config.json")
     generation = read_json(path / "generation_config.json", required=False)
     family_module(hf, path)  # before any weight file is opened
-    get, names = safetensors.reader(path)
-    family, cfg, weights, skipped = _build(hf, get, names, dtype, str(path), progress, shapes_only)
+    if shapes_only and not safetensors.held(path):
+        family, cfg, weights, skipped = _imagined(hf, dtype, str(path))
+    else:
+        get, names = safetensors.reader(path)
+        family, cfg, weights, skipped = _build(hf, get, names, dtype, str(path), progress, shapes_only)
     return LoadedTarget(
         family=family,
         cfg=cfg,
@@ -125,10 +128,7 @@ def _build(
 ):
     module = family_module(hf, where)
     get, names = renamed(get, names, getattr(module, "PREFIXES", {}), where)
-    try:
-        cfg = module.config(untie(hf, get, names, where))
-    except KeyError as error:
-        raise ValueError(f"{where}: the config lacks {error}") from None
+    cfg = _config(module, untie(hf, get, names, where), where)
     unread = reasons(module, cfg, names)
     names = names - set(unread)
     harmless = (_HEAD,) if cfg.tied else ()
@@ -143,6 +143,20 @@ def _build(
         shapes_only=shapes_only,
     )
     return hf["model_type"], cfg, weights, dict(collections.Counter(unread.values()))
+
+
+def _imagined(hf: Mapping[str, Any], dtype: Any, where: str):
+    """What :func:`_build` gives where there is nothing but a config: shapes as it states them."""
+    module = family_module(hf, where)
+    cfg = _config(module, hf, where)
+    return hf["model_type"], cfg, tree.shapes(module.abstract(cfg), dtype), {}
+
+
+def _config(module: Any, hf: Mapping[str, Any], where: str) -> Any:
+    try:
+        return module.config(hf)
+    except KeyError as error:
+        raise ValueError(f"{where}: the config lacks {error}") from None
 
 
 def reasons(module: Any, cfg: Any, names: Iterable[str]) -> dict[str, str]:

@@ -133,6 +133,11 @@ def header(path: str | Path) -> dict[str, Stored]:
     }
 
 
+def held(folder: Path) -> bool:
+    """Whether there is any weight file in a folder."""
+    return any(folder.glob("*.safetensors"))
+
+
 def reader(folder: str | Path) -> tuple[Callable[[str], Stored], set[str]]:
     """``(get, names)`` of a folder."""
     tensors = Tensors(folder)

@@ -7,72 +7,11 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from published import GEMMA3, gemma4
 
 from specjax import registry
 from specjax.config import from_dict
 from specjax.types import ArraySpec, tree_bytes
-
-#: Gemma 3 as published: text settings that the files of the larger models leave out are the family's own.
-GEMMA3 = {
-    "270m": {"model_type": "gemma3_text", "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18}
-    | {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144, "sliding_window": 512}
-    | {"max_position_embeddings": 32768, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-    "4b": {
-        "model_type": "gemma3",
-        "mm_tokens_per_image": 256,
-        "vision_config": {"model_type": "siglip_vision_model"},
-        "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240}
-        | {"num_hidden_layers": 34, "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
-    },
-}  # fmt: skip
-_SIZES = {
-    "26b": (2816, 30, 16, 8, 2112),
-    "31b": (5376, 60, 32, 16, 21504),
-    "12b": (3840, 48, 16, 8, 15360),
-    "e4b": (2560, 42, 8, 2, 10240),
-    "e2b": (1536, 35, 8, 1, 6144),
-}
-_OWN = {
-    "26b": {"num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
-    | {"moe_intermediate_size": 704},
-    "31b": {"num_global_key_value_heads": 4},
-    "12b": {"num_global_key_value_heads": 1},
-    "e4b": {"num_kv_shared_layers": 18},
-    "e2b": {"num_kv_shared_layers": 20, "use_double_wide_mlp": True},
-}
-_SIZE_KEYS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-)
-
-
-def gemma4(name, **changes):
-    """``config.json`` of a released Gemma 4."""
-    small = name.startswith("e")
-    sizes = dict(zip(_SIZE_KEYS, _SIZES[name], strict=True))
-    pattern = 5 if name == "e2b" else 6
-    kinds = [
-        "sliding_attention" if (i + 1) % pattern else "full_attention"
-        for i in range(sizes["num_hidden_layers"])
-    ]
-    text = {
-        "model_type": "gemma4_unified_text" if name == "12b" else "gemma4_text",
-        "vocab_size": 262144,
-        "vocab_size_per_layer_input": 262144,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "final_logit_softcapping": 30.0,
-        "hidden_size_per_layer_input": 256 if small else 0,
-        "attention_k_eq_v": not small,
-        "sliding_window": 512 if small else 1024,
-        "layer_types": kinds,
-        "use_bidirectional_attention": None if small else "vision",
-        "max_position_embeddings": 131072 if small else 262144,
-    } | sizes | _OWN[name] | changes  # fmt: skip
-    return {"model_type": "gemma4_unified" if name == "12b" else "gemma4", "text_config": text}
 
 
 def made(hf):

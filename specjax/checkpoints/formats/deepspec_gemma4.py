@@ -81,6 +81,17 @@ def _heads(files: Files, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int
     return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size}
 
 
+def geometry(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and size of heads as the config alone states them."""
+    merged = bool(hf.get("attention_k_eq_v"))
+    own: Mapping[str, Any] = next(iter((hf.get("per_layer_config") or {}).values()), {})
+    kv_heads = (hf.get("num_global_key_value_heads") if merged else None) or hf.get("num_key_value_heads")
+    return {
+        "head_dim": own.get("head_dim") or hf.get("global_head_dim") or hf["head_dim"],
+        "num_key_value_heads": own.get("num_key_value_heads") or kv_heads,
+    }
+
+
 def _check(files: Files, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """ValueError unless the folder holds the layers this module describes."""
     needed = [
