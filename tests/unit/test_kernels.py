@@ -161,11 +161,12 @@ def test_a_kernel_that_cannot_be_built_is_replaced_with_a_warning(pretend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_experts_on_the_device(tokens):
-    x, w = inputs(tokens, 16, 256, 128, jnp.bfloat16)
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 16, 4), (5, 16, 4), (40, 16, 4), (10, 128, 8)])
+def test_experts_on_the_device(tokens, experts, k):
+    """Also where the list of choices is read in parts, the last of which is shorter."""
+    x, w = inputs(tokens, experts, 256, 128, jnp.bfloat16)
     rng = np.random.default_rng(0)
-    ids = jnp.asarray(np.stack([rng.permutation(16)[:4] for _ in range(tokens)]), jnp.int32)
+    ids = jnp.asarray(np.stack([rng.permutation(experts)[:k] for _ in range(tokens)]), jnp.int32)
     facts = (x, ids, w[0], jax.nn.silu)
     assert dispatch.choose("experts", *facts).implementation == "kernel"
     run = dispatch.implementation("experts", facts, moe._gathered)
