@@ -78,7 +78,8 @@ class Tiles:
     down: Tile
 
 
-#: By platform. CUDA's were the fastest of eight on an H200, within 3 %; ROCm's by registers and local memory alone (gfx942 has 64 KB).
+#: By platform. CUDA's are within 3 % of the fastest of eight on an H200; ROCm's were chosen by registers and local
+#: memory alone (gfx942 has 64 KB).
 TILES = {
     "cuda": Tiles(up=Tile(32, 128, 4, 4, lanes=16), down=Tile(32, 128, 4, 4, lanes=8)),
     "rocm": Tiles(up=Tile(32, 128, 4, 2, lanes=32), down=Tile(64, 128, 4, 2, lanes=32)),
