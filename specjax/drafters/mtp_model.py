@@ -3,6 +3,7 @@ state) pairs. Names below are those of Qwen checkpoints; files that name it othe
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,13 +49,14 @@ def _has_latent(cfg: Config) -> bool:
     return _family(cfg) is deepseek
 
 
-def _stored_minus_one(cfg: Config) -> bool:
+def norms_stored_minus_one(cfg: Config) -> bool:
+    """Whether norms multiply by one plus their weights."""
     return _family(cfg) is qwen3_5
 
 
 def abstract(cfg: Config) -> Weights:
     """Weight struct of ArraySpecs."""
-    d, init = cfg.model.hidden_size, "zeros" if _stored_minus_one(cfg) else "ones"
+    d, init = cfg.model.hidden_size, "zeros" if norms_stored_minus_one(cfg) else "ones"
     norm = lambda name: ArraySpec((d,), (None,), (f"{name}.weight",), init)  # noqa: E731
     table = lambda name: ArraySpec((cfg.model.vocab_size, d), ("vocab", None), (f"{name}.weight",))  # noqa: E731
     return Weights(
@@ -75,6 +77,28 @@ def create_cache(cfg: Config, rows: int, slots: int, dtype: Any) -> DenseKV:
     return DenseKV.create(rows, cfg.model.kv_heads, slots, cfg.model.head_dim, dtype)
 
 
+def through(
+    p: Weights,
+    cfg: Config,
+    embedded: Float[Array, "B Q D"],
+    feature: Float[Array, "B Q D"],
+    attention: Callable[
+        [int, Any, Float[Array, "B Q D"], Float[Array, "B Q D"]],
+        tuple[Float[Array, "B N D"], Float[Array, "B N D"]],
+    ],
+) -> Float[Array, "B N D"]:
+    """State (after the final norm) of the rows that ``attention(0, layer, u, x)`` lets go on: it gives their residual
+    stream and what is added to it, and knows their keys and values."""
+    norm = functools.partial(_norm, cfg)
+    joined = jnp.concatenate([norm(embedded, p.embed_norm), norm(feature, p.hidden_norm)], -1)
+    x = linear(joined, p.fc)
+    x, added = attention(0, p.layer, norm(x, p.layer.attn_norm), x)
+    x = x + added
+    choose = functools.partial(_family(cfg).choose_experts, cfg.model)
+    x = x + feed_forward(p.layer.mlp, norm(x, p.layer.mlp_norm), choose)
+    return norm(x, p.norm)
+
+
 def run(
     p: Weights,
     cfg: Config,
@@ -87,21 +111,21 @@ def run(
 
     The other rows matter to nothing but the cache: their queries and feed-forward are left out.
     """
-    norm, pos = functools.partial(_norm, cfg), at.pos
-    joined = jnp.concatenate([norm(embedded, p.embed_norm), norm(feature, p.hidden_norm)], -1)
-    x = linear(joined, p.fc)
-    u = norm(x, p.layer.attn_norm)
-    k, v = _keys_values(p.layer, cfg, u, pos)
-    keys, values, key_pos, kv = kv.extend(k, v, pos, at.valid, at.mode)
-    u, x, pos = (row(a, at.last) for a in (u, x, pos))
-    x = x + _mix(p.layer, cfg, u, pos, (keys, values, key_pos))
-    choose = functools.partial(_family(cfg).choose_experts, cfg.model)
-    x = x + feed_forward(p.layer.mlp, norm(x, p.layer.mlp_norm), choose)
-    return norm(x, p.norm)[:, 0], kv
+    written = []
+
+    def attention(_, layer, u, x):
+        k, v = _keys_values(layer, cfg, u, at.pos)
+        keys, values, key_pos, held = kv.extend(k, v, at.pos, at.valid, at.mode)
+        written.append(held)
+        u, x, pos = (row(a, at.last) for a in (u, x, at.pos))
+        return x, _mix(layer, cfg, u, pos, (keys, values, key_pos))
+
+    state = through(p, cfg, embedded, feature, attention)
+    return state[:, 0], written[0]
 
 
 def _norm(cfg: Config, x, weight):
-    return (rms_norm_offset if _stored_minus_one(cfg) else rms_norm)(x, weight, cfg.model.eps)
+    return (rms_norm_offset if norms_stored_minus_one(cfg) else rms_norm)(x, weight, cfg.model.eps)
 
 
 def _attention(layer: Any) -> Any:

@@ -22,8 +22,8 @@ from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
     "FIXED", "KNOWN", "Config", "Layer", "Weights", "abstract", "attention_of", "attention_specs", "commit",
-    "common_config", "config", "forward", "init_cache", "kv_view", "min_resume", "project", "run_layers", "shared",
-    "unembed",
+    "common_config", "config", "forward", "init_cache", "kv_view", "min_resume", "output", "project", "run_layers",
+    "shared", "unembed",
 ]  # fmt: skip
 
 
@@ -199,8 +199,12 @@ def _attention(layer, cfg, q, k, v, pos, valid, kv, angles, mode):
 def attention_of(layer, cfg, q, pos, cached):
     """``[B Q D]`` of rotated queries over ``cached``: keys, values and the position of each key."""
     keys, values, key_pos = cached
-    out = attend(q, keys, values, pos, key_pos, cfg.head_dim**-0.5)
-    heads = out.reshape(*out.shape[:2], -1)
+    return output(layer, attend(q, keys, values, pos, key_pos, cfg.head_dim**-0.5))
+
+
+def output(layer, mixed):
+    """``[B Q D]``: the output projection of ``[B Q H C]``."""
+    heads = mixed.reshape(*mixed.shape[:2], -1)
     return linear(heads, layer.o.reshape(layer.o.shape[0], -1), layer.o_bias)
 
 

@@ -21,12 +21,12 @@ from specjax.targets import llama
 from specjax.targets.decoder import Weights, commit, shared, unembed
 from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
 from specjax.targets.hf import check_config
-from specjax.targets.llama import init_cache, kv_view, min_resume
+from specjax.targets.llama import init_cache, kv_view, min_resume, output
 from specjax.types import ArraySpec, Mode, TapSpec, TargetOut
 
 __all__ = [
     "Config", "Weights", "abstract", "abstract_layer", "choose_experts", "commit", "config", "forward", "init_cache",
-    "keys_values", "kv_view", "min_resume", "mix", "shared", "unembed",
+    "keys_values", "kv_view", "min_resume", "mix", "output", "queries", "shared", "unembed",
 ]  # fmt: skip
 
 
@@ -158,4 +158,9 @@ def mix(
     layer: Layer, cfg: Config, x: Float[Array, "B Q D"], pos: Int[Array, "B Q"], angles, cached
 ) -> Float[Array, "B Q D"]:
     """Attention of the rows ``x`` over ``cached``: keys, values and the position of each key."""
-    return llama.attention_of(layer, cfg, rotate(_queries(layer, cfg, x), *angles), pos, cached)
+    return llama.attention_of(layer, cfg, queries(layer, cfg, x, angles), pos, cached)
+
+
+def queries(layer: Layer, cfg: Config, x: Float[Array, "B Q D"], angles) -> Float[Array, "B Q H C"]:
+    """Rotated queries."""
+    return rotate(_queries(layer, cfg, x), *angles)
