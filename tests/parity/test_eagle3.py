@@ -2,7 +2,6 @@
 
 import functools
 import json
-import warnings
 
 import eagle3_tiny as tiny
 import jax.numpy as jnp
@@ -11,21 +10,18 @@ import pytest
 import torch
 from eagle3_reference import Slow
 from pairwise import name, product
+from parity.eagle3_package import VOCAB, WIDTH, build
 from safetensors.numpy import load_file, save_file
 
 from specjax import checkpoints, testing
 from specjax.drafters import eagle3, eagle3_model as model, serial
 from specjax.types import AbsorbIn, Shared
 
-with warnings.catch_warnings():  # what the reference imports is deprecated in torch
-    warnings.simplefilter("ignore")
-    from speculators.models.eagle3 import core
-
 #: The reference passes a name that the installed transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 
 ATOL = 1e-4  # float32, logits of about +-5
-VOCAB, DRAFT, WIDTH, LENGTH, STEPS = 96, 40, 32, 14, 3
+LENGTH, STEPS = 14, 3
 VARIANTS = {
     "body": ("llama", "qwen3"),
     "before_residual": (False, True),
@@ -45,51 +41,6 @@ OTHERS = {
     },
     "whole vocabulary": {"draft": VOCAB},
 }  # fmt: skip
-
-
-def build(case: dict, taps=(1, 2, 4), draft: int = DRAFT, **layers):
-    """A drafter of the package with no weight at its trivial value."""
-    import transformers
-    from speculators.config import SpeculatorsConfig, VerifierConfig
-    from speculators.models.eagle3 import Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
-
-    kind = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[case["body"]]
-    shape = {
-        "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-    }  # fmt: skip
-    inner = kind(**shape | layers)
-    inner._attn_implementation = "eager"
-    proposal = GreedyTokenProposalConfig(speculative_tokens=5)
-    config = Eagle3SpeculatorConfig(
-        transformer_layer_config=inner,
-        draft_vocab_size=draft,
-        norm_before_residual=case["before_residual"],
-        norm_before_fc=case["norms"] == "norm_before_fc",
-        fc_norm=case["norms"] == "fc_norm",
-        norm_output=case["norm_output"],
-        eagle_aux_hidden_state_layer_ids=list(taps),
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[proposal],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path="made/for", architectures=["LlamaForCausalLM"]),
-        ),
-    )
-    found = core.Eagle3DraftModel(config).float().eval()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in found.parameters():
-            p.copy_(torch.randn_like(p) / p.shape[-1] ** 0.5 if p.ndim > 1 else 1 + 0.3 * torch.randn_like(p))
-        found.lm_head.weight.mul_(3)
-    if draft != VOCAB:
-        ids = np.sort(np.random.default_rng(3).permutation(VOCAB)[:draft])
-        marks = torch.zeros(VOCAB, dtype=torch.bool)
-        marks[ids] = True
-        found.load_vocab_mappings(marks, torch.tensor(ids - np.arange(draft)))
-    return found
 
 
 def reference(found, features: np.ndarray, tokens: np.ndarray) -> np.ndarray:
