@@ -109,15 +109,7 @@ def walk(
     rank = linear(hidden, p.project)
     token, tokens, picked = anchor, [], []
     for t in range(logits.shape[1]):
-        wanted = (p.predecessor[token] * rank[:, t]).astype(p.successor.dtype)
-        found = p.successor[ids[:, t]]
-        score = jnp.einsum(
-            "br,bmr->bm",
-            wanted,
-            found,
-            precision=precision_of(found.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        score = scores(p.predecessor[token], rank[:, t], p.successor[ids[:, t]])
         index, q = pick(best[:, t] + score, keys, t, temperature)
         token = jnp.take_along_axis(ids[:, t], index[:, None], 1)[:, 0]
         tokens.append(token)
@@ -125,6 +117,20 @@ def walk(
     if picked[0] is None:
         return jnp.stack(tokens, 1), None
     return jnp.stack(tokens, 1), _spread(jnp.stack(picked, 1), ids, logits.shape[-1])
+
+
+def scores(
+    before: Float[Array, "*B R"], rank: Float[Array, "*B R"], after: Float[Array, "*B M R"]
+) -> Float[Array, "*B M"]:
+    """float32 scores of candidates, from the predecessor's code, the row's and the candidates'."""
+    wanted = (before * rank).astype(after.dtype)
+    return jnp.einsum(
+        "...r,...mr->...m",
+        wanted,
+        after,
+        precision=precision_of(after.dtype),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _spread(q: Float[Array, "B K M"], ids: Int[Array, "B K M"], vocab: int) -> Float[Array, "B K V"]:

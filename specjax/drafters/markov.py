@@ -140,8 +140,8 @@ def confidence(
 
 
 def confidence_logits(
-    p: Confidence, hidden: Float[Array, "B K D"], before: Float[Array, "B K R"] | None
-) -> Float[Array, "B K"]:
+    p: Confidence, hidden: Float[Array, "*B D"], before: Float[Array, "*B R"] | None
+) -> Float[Array, "*B"]:
     """float32 log odds of it."""
     x = hidden.astype(jnp.float32)
     if before is not None:

@@ -144,6 +144,7 @@ class _Plan(NamedTuple):
     chunks: int
     group: int
     smooth: float | None
+    best: int
 
 
 class _Trained(NamedTuple):
@@ -180,6 +181,7 @@ def head_loss(
     chunks: int = 1,
     dpace_smooth: float | None = None,
     group: int = 1,
+    best: int = 0,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Sum over rows of weight times terms, and what each row was: ``correct`` (bool), ``ce``, every term by its name,
     with a teacher ``alpha``, and ``weight``. The rows carry no gradient.
@@ -191,7 +193,8 @@ def head_loss(
     further ones are padding. ``extra``: vectors and a table whose product is added to the logits behind the
     student's transform (a low-rank correction); both are trained. ``train_head``: whether ``head`` is; otherwise it
     gets no gradient. ``chunks``: parts the rows are done in, each a multiple of ``group`` rows. ``dpace_smooth``:
-    weights are multiplied by those of :func:`dpace` within each ``group`` rows.
+    weights are multiplied by those of :func:`dpace` within each ``group`` rows. ``best``: the ids of so many largest
+    logits are among the rows, as ``best`` [N best].
 
     ValueError for terms as :func:`check_terms` says, and for terms that need a teacher there is none of.
     """
@@ -210,7 +213,7 @@ def head_loss(
     weights = jnp.where(counted, weights.astype(jnp.float32), 0)
     labels = jnp.clip(labels, 0, size - 1)
     blank = lambda x: None if x is None else jnp.where(counted[:, None], x, 0)  # noqa: E731
-    plan = _Plan(terms, student_transform, teacher_transform, train_head, chunks, group, dpace_smooth)
+    plan = _Plan(terms, student_transform, teacher_transform, train_head, chunks, group, dpace_smooth, best)
     trained = _Trained(blank(hidden), blank(vectors), table, head if train_head else None)
     fixed = _Fixed(labels, weights, blank(taught), taught_head, None if train_head else head)
     loss, rows = _summed(plan, trained, jax.lax.stop_gradient(fixed))
@@ -294,6 +297,8 @@ def _chunk(plan: _Plan, per_row, tables, differentiate: bool):
         logits = plan.student(products[0]) + (products[1] if len(products) > 1 else 0)
         rows = row_terms(tuple(name for name, _ in plan.terms), logits, labels, teacher)
         rows["weight"] = weights
+        if plan.best:
+            rows["best"] = jax.lax.top_k(jax.lax.stop_gradient(logits), plan.best)[1]
         if plan.smooth is not None:
             fold = lambda x: x.reshape(-1, plan.group)  # noqa: E731
             rows["weight"] = weights * dpace(fold(rows["ce"]), fold(weights), plan.smooth).reshape(-1)

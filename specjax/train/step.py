@@ -42,20 +42,30 @@ class TrainState:
 def split(weights: Any, frozen: tuple[str, ...]) -> tuple[Any, Any]:
     """(trained, fixed) halves of a weight struct, each with None where the other has a leaf.
 
-    Integer tables are never trained, nor are the top-level fields named in ``frozen``; ValueError for one that the
-    struct does not have.
+    Integer tables are never trained, nor are the fields named in ``frozen`` ("head", or "backbone.head" within another
+    struct); ValueError for one that the struct does not have.
     """
-    names = {field.name for field in dataclasses.fields(weights)}
-    if unknown := sorted(set(frozen) - names):
-        raise ValueError(f"no field(s) {unknown} to freeze; the weights have {sorted(names)}")
+    for name in frozen:
+        _check_field(weights, name)
 
     def trained(path, leaf) -> bool:
-        return jnp.issubdtype(leaf.dtype, jnp.floating) and getattr(path[0], "name", None) not in frozen
+        where = ".".join(str(getattr(part, "name", getattr(part, "idx", ""))) for part in path) + "."
+        fixed = any(where.startswith(f"{name}.") for name in frozen)
+        return jnp.issubdtype(leaf.dtype, jnp.floating) and not fixed
 
     pick = lambda wanted: jax.tree_util.tree_map_with_path(  # noqa: E731
         lambda path, leaf: leaf if trained(path, leaf) == wanted else None, weights
     )
     return pick(True), pick(False)
+
+
+def _check_field(weights: Any, name: str) -> None:
+    first, _, rest = name.partition(".")
+    names = [field.name for field in dataclasses.fields(weights)] if dataclasses.is_dataclass(weights) else []
+    if first not in names:
+        raise ValueError(f"no field(s) {[first]} to freeze; the weights have {sorted(names)}")
+    if rest:
+        _check_field(getattr(weights, first), rest)
 
 
 def merge(masters: Any, fixed: Any) -> Any:

@@ -60,7 +60,8 @@ class Recipe:
     steps. The learning rate warms up linearly over the share ``warmup`` of them and falls to 0 on a cosine.
     ``terms``: what the loss is made of. ``decay``: weight of draft position i is ``decay ** i`` (serial drafters;
     block drafters use ``exp(-i / gamma)``, given by ``gamma``). ``unroll``: draft steps trained in sequence (serial
-    drafters). ``anchors``: blocks per row (block drafters). ``answers``: at most so many trained positions of a row are
+    drafters). ``anchors``: blocks per row (block drafters). ``dpace``: smoothing of D-PACE, which then sets their
+    positions' weights in place of ``gamma``; None: off. ``answers``: at most so many trained positions of a row are
     used by steps after the first (serial drafters); None: all. ``dtype``: of activations and of the weights' copy;
     masters and optimiser are float32.
     """
@@ -80,6 +81,7 @@ class Recipe:
     gamma: float = 4.0
     unroll: int = 7
     anchors: int = 64
+    dpace: float | None = None
     answers: int | None = None
     chunks: int = 2
     dtype: str = "bfloat16"
@@ -109,7 +111,8 @@ class Method(Protocol):
         """Initial weights, float32."""
 
     def frozen(self, cfg: Any) -> tuple[str, ...]:
-        """Top-level fields of the weight struct that are not trained (tables copied from the target)."""
+        """Fields of the weight struct that are not trained (tables copied from the target): "head", or "backbone.head"
+        within another struct."""
 
     def needs(self, cfg: Any) -> TapSpec:
         """What is read of the target, ``hidden`` included whenever the loss has a teacher."""
