@@ -18,6 +18,7 @@ import typer
 
 import specjax
 from specjax import cli_options as opt, progress
+from specjax.train.cli import app as train
 
 INTERRUPTED, FAILED = 130, 2
 
@@ -33,6 +34,9 @@ def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(specjax.__version__)
         raise typer.Exit
+
+
+app.add_typer(train, name="train")
 
 
 @app.callback()

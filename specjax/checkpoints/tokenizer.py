@@ -5,6 +5,7 @@ checkpoint is never run.
 """
 
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -123,18 +124,43 @@ class Wrapped:
         template: str | None = None,
         **kwargs: Any,
     ) -> list[int]:
+        how = {"tokenize": True, "return_dict": False}
+        return list(self._write(messages, add_generation_prompt, template, **how, **kwargs))
+
+    def render(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The text that :meth:`chat` gives the ids of."""
+        return self._write(messages, add_generation_prompt, template, tokenize=False, **kwargs)
+
+    def generated(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
+        **kwargs: Any,
+    ) -> list[bool]:
+        """Which ids of :meth:`chat` stand in the template's ``{% generation %}`` blocks; none if it has no blocks."""
+        template = template or self.chat_template
+        if not re.search(r"\{%-?\s*generation\s*-?%\}", template or ""):
+            return []
+        how = {"tokenize": True, "return_assistant_tokens_mask": True, "return_dict": True}
+        written = self._write(messages, add_generation_prompt, template, **how, **kwargs)
+        return [bool(inside) for inside in written["assistant_masks"]]
+
+    def _write(self, messages: Messages, ask: bool, template: str | None, **kwargs: Any) -> Any:
         template = template or self.chat_template
         if template is None:
             raise ValueError("this model has no chat template: pass a text prompt, or a template")
-        return list(
-            self.inner.apply_chat_template(
-                list(messages),
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
-                **kwargs,
-            )
+        return self.inner.apply_chat_template(
+            list(messages),
+            chat_template=template,
+            add_generation_prompt=ask,
+            **kwargs,
         )
 
     def ordinary(self) -> dict[int, str]:
