@@ -1,6 +1,9 @@
 """Where features come from during training: computed for every batch, read from files, or kept after the first epoch.
 
 All three give the same numbers: one compiled function computes them, and what is kept is kept as it was computed.
+A row has the same bits in any batch; a document packed otherwise differs by the rounding of float32 sums in another
+order. Where a run must be repeated to the bit, whether features are kept or not, rows stay as they are and only their
+order changes between epochs.
 """
 
 import dataclasses
@@ -49,8 +52,8 @@ class FeatureSource(Protocol):
     def get(self, rows: Rows, batch: Batch) -> Features:
         """Features of a batch, on the device. ``rows``: which documents each row holds, in order.
 
-        ``batch`` may have NumPy arrays, which are read here without waiting for the device. ValueError where the documents are not
-        those that features belong to.
+        ``batch`` may have NumPy arrays, which are read here without waiting for the device. ValueError where the
+        documents are not those that features belong to.
         """
         ...
 

@@ -167,6 +167,14 @@ def test_what_stands_beside_a_document_does_not_matter():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_in_any_batch(dtype):
+    """TRD.3: so that epochs may order rows as they like, and features be kept or not."""
+    one, other = (batch_of([FIRST[0][i] for i in order]) for order in ((0, 1, 2), (2, 0, 1)))
+    a, b = (arrays(online(dtype).get([], x)) for x in (one, other))
+    assert same([x[[2, 0, 1]] for x in a], b)
+
+
 def test_rows_in_parts(monkeypatch):
     """Rows whose scores would take too much room are run one after the other: the same features."""
     batch = batch_of(FIRST[0])
