@@ -14,7 +14,8 @@ from specjax.train.features import Layout, flatten, unflatten
 from specjax.train.types import Batch, Features
 from specjax.types import TapSpec
 
-#: Documents of each packed row, in order: ``rows[r][d]`` is what ``doc == d`` means in row r.
+#: Documents of each packed row, in order: ``rows[r][d]`` is what ``doc == d`` means in row r. Rows at the end of a batch
+#: that are not named are empty.
 Rows = Sequence[Sequence[int]]
 
 #: Shares of what is free now that a buffer may take.
@@ -25,7 +26,7 @@ def documents(rows: Rows, batch: Batch, count: int) -> Int[np.ndarray, "R T"]:
     """Document of every token, -1 in padding. ValueError when ``rows`` do not fit the batch or name a document beyond
     ``count``."""
     doc = np.asarray(batch.doc)
-    if len(rows) != len(doc):
+    if len(rows) > len(doc):
         raise ValueError(f"documents of {len(rows)} rows were named for a batch of {len(doc)} rows")
     named = np.full((len(doc), max(map(len, rows), default=0) + 1), -1, np.int64)
     for r, ids in enumerate(rows):

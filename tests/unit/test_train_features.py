@@ -283,8 +283,11 @@ def test_keys_and_values_are_kept_in_their_layout():
 def test_documents_that_do_not_fit():
     """Names, lengths and token ids are compared before a number is given out."""
     source, batch = source_of("hybrid", "float32", None, host_bytes=1 << 30), batch_of(FIRST[0])
-    with pytest.raises(ValueError, match="2 rows were named for a batch of 3 rows"):
+    with pytest.raises(ValueError, match="4 rows were named for a batch of 3 rows"):
+        source.get([*FIRST[0], [1]], batch)
+    with pytest.raises(ValueError, match="row 2 has a document 0, named -1"):
         source.get(FIRST[0][:2], batch)
+    assert same(arrays(source.get([[1]], batch_of(FIRST[1]))), arrays(source.get([[1]], batch_of(FIRST[1]))))
     with pytest.raises(ValueError, match="row 0 has a document 1, named -1; known are 0 to 6"):
         source.get([[0], [4, 3], [6, 5]], batch)
     with pytest.raises(ValueError, match="row 1 has a document 0, named 7"):
