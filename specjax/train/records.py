@@ -14,8 +14,8 @@ from specjax.train.features import Layout, flatten, unflatten
 from specjax.train.types import Batch, Features
 from specjax.types import TapSpec
 
-#: Documents of each packed row, in order: ``rows[r][d]`` is what ``doc == d`` means in row r. Rows at the end of a batch
-#: that are not named are empty.
+#: Documents of each packed row, in order: ``rows[r][d]`` is what ``doc == d`` means in row r. Rows at the end of a
+#: batch that are not named are empty.
 Rows = Sequence[Sequence[int]]
 
 #: Shares of what is free now that a buffer may take.
