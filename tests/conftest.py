@@ -7,11 +7,11 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("SPECJAX_TEST_PLATFORM", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Most of the time goes into compiling tiny programs: without optimisation and with the older code
-    # generator that takes a fifth. XLA refuses flags it does not know, so they are tied to the version.
+    # Most of the time goes into compiling tiny programs: without optimisation, with the older code generator and
+    # in one piece that takes a fifth. XLA refuses flags it does not know, so they are tied to the version.
     given, wanted = os.environ.get("XLA_FLAGS", ""), ["--xla_backend_optimization_level=0"]
     if metadata.version("jaxlib").startswith("0.10."):
-        wanted.append("--xla_cpu_use_fusion_emitters=false")
+        wanted += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     os.environ["XLA_FLAGS"] = " ".join([given, *(flag for flag in wanted if flag.split("=")[0] not in given)])
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,6 +1,7 @@
 """The installed package: quick import, lazy names, typing marker, doctor."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata, resources
@@ -8,7 +9,7 @@ from importlib import metadata, resources
 import pytest
 
 import specjax
-from specjax import progress
+from specjax import progress, registry
 from specjax.core import doctor as doctor_module, platform
 
 HEAVY = ("transformers", "orbax", "matplotlib", "torch")
@@ -55,6 +56,23 @@ def test_stub_and_table_name_the_same_things():
     block = source.split("if TYPE_CHECKING:")[1].split("_NAMES")[0]
     missing = [n for n in specjax.__all__ if n != "__version__" and f"{n} as {n}" not in block]
     assert not missing
+
+
+def test_core_names_no_drafter_and_no_family():
+    """What drafts and what is drafted for reach ``core`` through the registry only: not even a comment names one."""
+    files = [f for f in resources.files("specjax").joinpath("core").iterdir() if f.name.endswith(".py")]
+    paths = {*registry.TARGETS.values(), *registry.DRAFTERS.values()}
+    names = {*registry.TARGETS, *registry.DRAFTERS, *(path.rpartition(".")[2] for path in paths)}
+    assert len(files) > 5
+    for file in files:
+        words = set(re.findall(r"[a-z0-9_]+", file.read_text().lower()))
+        assert not words & names, file.name
+        assert not {w for w in words if w.startswith(("qwen", "llama", "gemma", "deepseek", "eagle"))}, (
+            file.name
+        )
+        assert not re.search(
+            r"specjax\.(drafters|targets)|from specjax import .*(drafters|targets)", file.read_text()
+        )
 
 
 def test_version_and_typing_marker():

@@ -1,0 +1,31 @@
+"""Every drafter on every kind of target, through the registry."""
+
+import hosts
+import pytest
+
+LONG = pytest.mark.long
+PAIR = pytest.mark.parametrize(("kind", "host"), hosts.PAIRS)
+
+
+@PAIR
+def test_rounds(kind, host):
+    """GRD.1, GRD.3, KVR.1 to KVR.5, BAT.2, BAT.4, MET.2, I6: five ragged rows, greedy and sampled ones side by side,
+    from all drafts right to whole blocks rejected, windows crossed inside blocks and rings wrapped: texts are plain
+    decoding's, accepted counts what was told, and the drafter says what it says after a fresh prefill of the committed
+    text in another row."""
+    state, compared, changed = hosts.walk(hosts.Rounds(kind, host), 30, every=5)
+    assert bool(state.done[2])
+    assert not bool(state.done[0])
+    assert compared >= 20
+    assert changed >= 10
+
+
+@LONG
+@pytest.mark.parametrize("kind", [*hosts.KINDS, "eagle3, gemma", "dflash, gemma", "dspark, gemma"])
+def test_200_rounds(kind):
+    """KVR.4, KVR.3: the proposal of every single round is that of a fresh prefill."""
+    host = "ring" if kind == "assistant" or "gemma" in kind else "dense"
+    state, compared, changed = hosts.walk(hosts.Rounds(kind, host, rows=2, size=288), 200, few=True)
+    assert not bool(state.done[0])
+    assert compared >= 300
+    assert changed >= 60
