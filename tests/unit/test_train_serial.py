@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import packing
 import pytest
 import serial_tiny
 from serial_steps import (
@@ -17,7 +18,8 @@ from serial_steps import (
     stepped,
 )
 
-from specjax.train import methods
+import specjax
+from specjax.train import evaluate, methods
 
 #: Of states up to 10, after four recycled steps of random networks whose attention is sharp.
 ATOL = 3e-5
@@ -65,6 +67,27 @@ def test_training_is_decoding(kind):
     assert compared > 30
     assert not right[np.asarray(batch.doc) < 0].any()
     assert 0.02 < right.mean() < 0.5
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [2, 0], [5, 3, 2, 1, 0, 4, 5, 3, 2]]
+
+
+@pytest.mark.parametrize("kind", kinds(("eagle3, reduced",)))
+def test_accepted_drafts_are_the_matches(kind):
+    """TRD.4: rounds, proposals and acceptance at every position of real decoding, walked over the same texts in
+    packed rows, are equal. The texts are drawn, so that they do not repeat themselves; drafts are not."""
+    params = serial_tiny.drafted(kind)
+    drawn = {"temperature": 8.0, "seed": [1, 2, 3], "rule": "match"}
+    out = specjax.decode(params, PROMPTS, max_new_tokens=110, ignore_eos=True, k=K, max_len=128, **drawn)
+    texts = [(prompt + tokens, len(prompt)) for prompt, tokens in zip(PROMPTS, out.tokens, strict=True)]
+    batch = packing.packed([texts[:2], texts[2:]], 240)
+    p, cfg, found = params.drafter, params.meta.drafter_cfg, features_of(params, batch)
+    right = matches_of(methods.method(params.meta.drafter), p, lent(params), cfg, batch, found, K)
+    counted = evaluate.acceptance(np.asarray(right), batch, ())
+    assert sum(stats.accepted for stats in counted) > 10
+    for ours, real in zip(counted, out.stats, strict=True):
+        for name in ("rounds", "proposed", "accepted", "emitted", "proposed_at", "accepted_at", "new_tokens"):
+            assert getattr(ours, name) == getattr(real, name), name
 
 
 def test_rows_that_are_chosen_are_the_same():

@@ -2,7 +2,7 @@
 
 The draft vocabulary is a table in the weights, ``d2t``: :func:`config` is told how large it is, :func:`init` which
 tokens it has. A drafter without an output head of its own drafts from the target's rows, which are not trained; a head
-or an embedding of its own is.
+of its own is. Embeddings are not, unless they had to begin at random because widths differ.
 """
 
 import dataclasses
@@ -100,9 +100,8 @@ def init(
 
 
 def frozen(cfg: Config) -> tuple[str, ...]:
-    """The table of the draft vocabulary."""
-    del cfg
-    return ("d2t",)
+    """The table of the draft vocabulary, and an embedding that is a copy of the target's."""
+    return ("d2t", "embed") if cfg.body.hidden_size == cfg.target_size else ("d2t",)
 
 
 def needs(cfg: Config) -> TapSpec:

@@ -101,9 +101,9 @@ def init(cfg: Config, target: Any, shared: Shared, key: jax.Array) -> Weights:
 
 
 def frozen(cfg: Config) -> tuple[str, ...]:
-    """Nothing: tables that are not the layer's own are not among its weights."""
+    """Tables of the layer's own, where it has any: copies of the target's."""
     del cfg
-    return ()
+    return ("embed", "head")
 
 
 def needs(cfg: Config) -> TapSpec:
@@ -138,7 +138,7 @@ def matches(
 
 def head(p: Weights, shared: Shared, cfg: Config) -> Head:
     """What is drafted from."""
-    return Head(model.head(p, shared, cfg), model.target_ids(cfg), Transform(), trained=cfg.own_head)
+    return Head(model.head(p, shared, cfg), model.target_ids(cfg), Transform(), trained=False)
 
 
 def feature(p: Weights, cfg: Config, batch: Batch, features: Features) -> Float[Array, "R T D"]:
