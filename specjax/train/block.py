@@ -8,6 +8,7 @@ a sliding layer as far back as in decoding. Layers, inputs and windows are the f
 Source: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147), as DeepSpec and speculators train them.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -128,10 +129,12 @@ def attend_blocks(
     Each is (keys, values, visible); ``_`` is N, or 1 where all rows of a block see the same. Scores and softmax are
     float32. They are computed again for the gradient, not kept.
     """
-    return jax.checkpoint(lambda *given: _attend(*given, scale))(q, *context, *own)
+    return jax.checkpoint(functools.partial(_attend, scale))(q, context, own)
 
 
-def _attend(q, keys, values, seen, own_keys, own_values, own_seen, scale):
+def _attend(scale, q, context, own):
+    keys, values, seen = context
+    own_keys, own_values, own_seen = own
     groups, blocks = keys.shape[2], q.shape[1:3]
     q = rearrange(q, "r a n (g h) c -> r g h a n c", g=groups)
     flat = q.reshape(*q.shape[:2], -1, q.shape[-1])

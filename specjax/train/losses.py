@@ -208,7 +208,7 @@ def head_loss(
     size = student_transform.tokens(head)
     if taught_head is not None:
         size = min(size, teacher_transform.tokens(taught_head))
-    head, table, taught_head = (_first(x, size) for x in (head, table, taught_head))
+    head, table, taught_head = _first(head, size), _first(table, size), _first(taught_head, size)
     counted = (weights != 0) & (labels >= 0) & (labels < size)
     weights = jnp.where(counted, weights.astype(jnp.float32), 0)
     labels = jnp.clip(labels, 0, size - 1)
@@ -220,7 +220,7 @@ def head_loss(
     return loss, jax.lax.stop_gradient(rows)
 
 
-def _first(table: Array | None, size: int) -> Array | None:
+def _first(table: Any, size: int) -> Any:
     """The first ``size`` rows; a correction may know fewer, and says nothing of the others."""
     if table is None or table.shape[0] == size:
         return table
@@ -264,7 +264,8 @@ def _scanned(plan: _Plan, trained: _Trained, fixed: _Fixed, differentiate: bool)
     if not differentiate:
         return (loss, rows), None
     cast = lambda g, like: None if g is None else g.astype(like.dtype)  # noqa: E731
-    return (loss, rows), _Trained(*d_rows, cast(d_table, tables[0]), cast(d_head, tables[1]))
+    d_hidden, d_vectors = d_rows
+    return (loss, rows), _Trained(d_hidden, d_vectors, cast(d_table, tables[0]), cast(d_head, tables[1]))
 
 
 def _split(x: Array, plan: _Plan) -> Array:
@@ -290,7 +291,7 @@ def _chunk(plan: _Plan, per_row, tables, differentiate: bool):
     joint = vectors is not None and plan.student.plain and vectors.dtype == hidden.dtype
     pairs = [(hidden, head)] if vectors is None else [(hidden, head), (vectors, table)]
     if joint:
-        pairs = [tuple(jnp.concatenate(both, -1) for both in zip(*pairs, strict=True))]
+        pairs = [(jnp.concatenate([hidden, vectors], -1), jnp.concatenate([head, table], -1))]
     products = [linear(x, w, out_dtype=jnp.float32) for x, w in pairs]
 
     def total(products):

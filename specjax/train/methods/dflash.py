@@ -169,7 +169,7 @@ def loss(
     total = losses.mean(outcome.total, outcome.weight)
     found = block_loss.metrics(outcome, done.labels, terms)
     if factor:
-        ce = _selection(p, shared, cfg, done, outcome.rows["best"])
+        ce = _selection(p, p.selector, shared, cfg, done, outcome.rows["best"])
         weights = outcome.counted * block_loss.position_weights(cfg, recipe.gamma)
         total = total + factor * losses.mean(jnp.sum(weights * ce), jnp.sum(weights))
         found[SELECTOR] = losses.metric(ce, outcome.counted)
@@ -178,7 +178,12 @@ def loss(
 
 
 def _selection(
-    p: Weights, shared: Shared, cfg: Config, done: block_loss.Pass, best: Int[Array, "R A K M"]
+    p: Weights,
+    selector: Any,
+    shared: Shared,
+    cfg: Config,
+    done: block_loss.Pass,
+    best: Int[Array, "R A K M"],
 ) -> Float[Array, "R A K"]:
     """Cross entropy of the selector's choice of the label, the right token being before it."""
     label, last = done.labels.tokens[..., None], jnp.arange(best.shape[-1]) == best.shape[-1] - 1
@@ -186,10 +191,10 @@ def _selection(
     head = shared.head if p.head is None else p.head
     unary = block_loss.student(cfg)(product("rakd,rakmd->rakm", done.hidden, head[ids]))
     before, after = (
-        lookup(t, i) for t, i in ((p.selector.predecessor, done.labels.previous), (p.selector.successor, ids))
+        lookup(t, i) for t, i in ((selector.predecessor, done.labels.previous), (selector.successor, ids))
     )
     log_q = jax.nn.log_softmax(
-        unary + dflash2.scores(before, linear(done.hidden, p.selector.project), after), -1
+        unary + dflash2.scores(before, linear(done.hidden, selector.project), after), -1
     )
     return -jnp.sum(jnp.where(ids == label, log_q, 0), -1)
 
