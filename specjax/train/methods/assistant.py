@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from specjax.drafters import assistant, assistant_config, assistant_model as model
@@ -64,7 +65,7 @@ def init(cfg: Config, target: Any, shared: Shared, key: jax.Array) -> Weights:
     if cfg.centroids:
         raise ValueError("an assistant whose head is in clusters can be trained on, not begun")
     p = initial.random_weights(assistant.abstract(cfg), key)
-    table, width = shape.rows_of(shared.head, jnp.arange(cfg.body.vocab_size)), cfg.body.hidden_size
+    table, width = shape.rows_of(shared.head, np.arange(cfg.body.vocab_size)), cfg.body.hidden_size
     gain = initial.rms(initial.final_gain(target))
     changes: dict[str, Any] = {"layers": tuple(map(initial.with_calm_queries, p.layers))}
     if width <= cfg.target_size:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from specjax.drafters import mtp, mtp_model as model, serial as decoding
@@ -96,7 +96,7 @@ def init(cfg: Config, target: Any, shared: Shared, key: jax.Array) -> Weights:
     changes: dict[str, Any] = {"norm": gain - 1 if model.norms_stored_minus_one(cfg) else gain}
     for name, table in (("embed", shared.embed), ("head", shared.head)):
         if getattr(p, name) is not None:
-            changes[name] = shape.rows_of(table, jnp.arange(cfg.model.vocab_size))
+            changes[name] = shape.rows_of(table, np.arange(cfg.model.vocab_size))
     return dataclasses.replace(p, **changes)
 
 
