@@ -82,6 +82,9 @@ def prepare(
         "max_new_tokens": positive("max_new_tokens", max_new_tokens),
     }
     call = _call(params, wanted)
+    for name, value in {"samples": samples, "rows": rows}.items():
+        if value is not None:
+            positive(name, value)
     with line(verbose) as say:
         asked = prompts if isinstance(prompts, Prompts) else reading.read(prompts)
         if evaluation is not None:
@@ -100,7 +103,7 @@ def prepare(
             "prompts": asked.counts,
         }
         with Writer(folder, meta, ("kind", *TEXTS, "sampling")) as writer:
-            figures = answer(plan, writer, None if rows is None else positive("rows", rows), say)
+            figures = answer(plan, writer, rows, say)
             return finished(writer, figures)
 
 
