@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specjax import checkpoints as checkpoints
+    from specjax import checkpoints as checkpoints, train as train
     from specjax.api import (
         audit as audit,
         cast as cast,
@@ -47,14 +47,16 @@ _NAMES = {
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted([*_HOME, "__version__", "checkpoints"])
+_PACKAGES = ("checkpoints", "train")
+
+__all__ = sorted([*_HOME, *_PACKAGES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name == "checkpoints":
-        value = importlib.import_module("specjax.checkpoints")
+    elif name in _PACKAGES:
+        value = importlib.import_module(f"specjax.{name}")
     elif name == "__version__":
         value = _version()
     else:

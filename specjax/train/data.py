@@ -103,6 +103,14 @@ class TextData:
         return Packed([[named[i] for i in row] for row in rows], widths, r.rows, r.seed)
 
     @property
+    def training_lengths(self) -> Int[np.ndarray, " D"]:
+        """Tokens used of every document that is trained on, 0 of all others."""
+        used = np.zeros_like(self.lengths)
+        ids = [i for row in self._training.documents for i in row]
+        used[ids] = self.lengths[ids]
+        return used
+
+    @property
     def per_epoch(self) -> int:
         """Batches per epoch."""
         return self._training.count

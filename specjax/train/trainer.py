@@ -6,7 +6,7 @@ import functools
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,12 +16,13 @@ import numpy as np
 from specjax import registry
 from specjax.metrics import Stats, merge
 from specjax.progress import line
-from specjax.train import methods, report
+from specjax.train import methods, report, shards
 from specjax.train.evaluate import acceptance
 from specjax.train.features import check
 from specjax.train.saving import Checkpoints
+from specjax.train.sources import FeatureSource
 from specjax.train.step import Step, TrainState, cast, compiled, start, weights_of
-from specjax.train.types import Batch, Features, Metrics, Recipe
+from specjax.train.types import Batch, Metrics, Recipe
 from specjax.types import Pair, Params
 
 
@@ -40,13 +41,6 @@ class Data(Protocol):
 
     def validation(self) -> Sequence[tuple[Batch, Any]]:
         """Batches that are not trained on."""
-
-
-class Source(Protocol):
-    """Where features come from (``specjax.train.sources``); None in its place: made inside the step."""
-
-    def get(self, rows: Any, batch: Batch) -> Features:
-        """Features of a batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +81,7 @@ def fit(
     folder: str | Path,
     *,
     weights: Any = None,
-    source: Source | None = None,
+    source: Callable[[Any, Any], FeatureSource] | None = None,
     watch: Watch | None = None,
     identity: dict[str, Any] | None = None,
     resume: bool = True,
@@ -96,7 +90,9 @@ def fit(
 ) -> Fitted:
     """Train a drafter of config ``cfg`` for the target in ``params``.
 
-    ``weights``: initial values, or None for the method's own. ``identity``: more facts that a continued run must share.
+    ``weights``: initial values, or None for the method's own. ``source``: opens the source of features for the target's
+    weights and the placement of batches; None: they are made inside the step. ``identity``: more facts that a continued
+    run must share.
     ``devices``: rows are spread over them (data parallel); None: one device.
 
     Raises ValueError for a recipe that does not fit, a folder of another run, a damaged checkpoint; TrainingError,
@@ -105,7 +101,11 @@ def fit(
     """
     watch = watch or Watch()
     run = _Run(params, recipe, cfg, weights, devices)
-    who = {"recipe": dataclasses.asdict(recipe), "drafter": repr(cfg), "target": params.meta.name}
+    who = {
+        "recipe": dataclasses.asdict(recipe),
+        "drafter": repr(cfg),
+        "target": shards.identity(params.target, run.pair),
+    }
     with line(verbose) as say:
         saved = Checkpoints(Path(folder), who | {"data": data.identity} | (identity or {}), resume)
         with contextlib.closing(saved):
@@ -123,7 +123,7 @@ class _Run:
         placed = list(devices or jax.devices()[:1])
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((len(placed),), ("data",), auto, devices=placed)
-        self.spread = jax.NamedSharding(mesh, jax.P("data"))
+        self.spread, self.many = jax.NamedSharding(mesh, jax.P("data")), len(placed) > 1
         everywhere = jax.NamedSharding(mesh, jax.P())
         self.target = jax.device_put(cast(params.target, recipe.dtype), everywhere)
         if weights is None:
@@ -155,17 +155,11 @@ class _Run:
 class _Loop:
     """One call of :func:`fit`."""
 
-    def __init__(
-        self, run: _Run, data: Data, source: Source | None, watch: Watch, saved: Checkpoints, say: Any
-    ):
-        self.r, self.data, self.source, self.watch, self.saved, self.say = (
-            run,
-            data,
-            source,
-            watch,
-            saved,
-            say,
-        )
+    def __init__(self, run: _Run, data: Data, source: Any, watch: Watch, saved: Checkpoints, say: Any):
+        self.r, self.data, self.watch, self.saved, self.say = run, data, watch, saved, say
+        self.source = None if source is None else source(run.target, run.spread if run.many else None)
+        if self.source is not None:
+            say(self.source.plan)
         self.began = time.perf_counter()
         self.pending: list[Metrics] = []
         self.tokens, self.clock = 0, self.began
@@ -202,7 +196,8 @@ class _Loop:
             check(self.r.pair, batch)
         self.tokens += int((np.asarray(batch.doc) >= 0).sum())
         placed = self.r.place(batch)
-        features = None if self.source is None else self.source.get(rows, placed)
+        # read on the host: a batch on the device would be waited for
+        features = None if self.source is None else self.source.get(rows, batch)
         state, metrics = self.r.step(state, self.r.target, placed, features)
         self.pending.append(metrics)
         return state

@@ -25,6 +25,8 @@ from specjax.types import Shared, TapSpec
 
 #: Residual streams that are fused, unless told otherwise, and where they are too few layers to spread them over.
 TAPS = 5
+#: It needs a mask: an id that is in no text.
+MASKED = True
 SELECTOR = "selector"
 #: Layers by what they are like: settings of :func:`specjax.drafters.dflash.config`, and keys of the transformer.
 BODIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -25,7 +25,7 @@ from specjax.train.products import lookup
 from specjax.train.types import Batch, Features, Metrics, Recipe
 from specjax.types import Shared, TapSpec
 
-CONFIDENCE = "confidence"
+CONFIDENCE, MASKED = "confidence", dflash.MASKED
 #: Rank of the correction, and standard deviation of its vectors of previous tokens at the start.
 RANK, MARKOV_STD = 64, 0.1
 
