@@ -332,20 +332,18 @@ print("digest", t.prepare(t.speaker(), sys.argv[1], sys.argv[2], **t.OPTIONS).di
 
 @pytest.mark.long
 def test_a_real_kill(whole, source, tmp_path):
-    """SIGKILL between shards, twice: what is there is whole, and the end is that of an undisturbed run."""
-    command, held = [sys.executable, "-c", PROGRAM, source, str(tmp_path)], 0
-    for _ in range(2):
-        process = subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE)
-        deadline = time.monotonic() + 300
-        while len(store.shard_files(tmp_path)) < held + 2 and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        now = len(store.shard_files(tmp_path))
-        assert now >= held + 2
-        held = now
-        assert len(store.load(tmp_path, partial=True)) >= 3 * held
+    """SIGKILL between shards: what is there is whole, and the end is that of an undisturbed run."""
+    command = [sys.executable, "-c", PROGRAM, source, str(tmp_path)]
+    process = subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 300
+    while len(store.shard_files(tmp_path)) < 2 and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    held = len(store.shard_files(tmp_path))
+    assert 2 <= held < 9
+    assert len(store.load(tmp_path, partial=True)) == 3 * held
     done = subprocess.run(command, env=os.environ, stdout=subprocess.PIPE, check=True)
     assert done.stdout.decode().split() == ["digest", whole.digest]
 
@@ -355,7 +353,7 @@ def test_a_real_kill(whole, source, tmp_path):
 def test_recurrent_latent_and_windowed_targets(name, tmp_path):
     """Rows are refilled in targets with recurrent states, latent caches and rings as in any other."""
     if name == "gemma3":
-        hf = tiny_files.config(**tiny_files.GEMMA3, vocab_size=265, sliding_window=16, num_hidden_layers=6)
+        hf = tiny_files.config(**tiny_files.GEMMA3 | {"vocab_size": 265, "sliding_window": 16})
         base = specjax.testing.tiny_params(2, hf=hf)
     else:
         base = families.target(name, vocab=265)
