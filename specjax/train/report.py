@@ -42,7 +42,7 @@ class Report:
         self._events = _events(folder / "events", say)
 
     def row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """One row: ``kind`` is "train" or "validation"."""
+        """One row: ``kind`` is "train", "validation" or "compile"."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "step": step} | dict(values)) + "\n")
         if self._events is not None:

@@ -162,7 +162,7 @@ class _Loop:
             say(self.source.plan)
         self.began = time.perf_counter()
         self.pending: list[Metrics] = []
-        self.tokens, self.clock = 0, self.began
+        self.tokens, self.clock, self.compiled = 0, self.began, False
         self.last: dict[str, Any] = {}
 
     def run(self) -> Fitted:
@@ -192,13 +192,21 @@ class _Loop:
         return self.saved.load(newest, self.r.state), newest
 
     def _one(self, state: TrainState, batch: Batch, rows: Any) -> TrainState:
-        if self.tokens == 0:
+        if not self.compiled:
             check(self.r.pair, batch)
         self.tokens += int((np.asarray(batch.doc) >= 0).sum())
         placed = self.r.place(batch)
         # read on the host: a batch on the device would be waited for
         features = None if self.source is None else self.source.get(rows, batch)
+        first = not self.compiled
+        if first:
+            self.say("compiling the step")
+        began = time.perf_counter()
         state, metrics = self.r.step(state, self.r.target, placed, features)
+        if first:  # not counted in any speed
+            jax.block_until_ready(state.step)
+            self.compiled, self.tokens, self.clock = True, 0, time.perf_counter()
+            self.told.row("compile", int(state.step), {"seconds": self.clock - began})
         self.pending.append(metrics)
         return state
 
