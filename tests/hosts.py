@@ -43,9 +43,10 @@ LATENT_BODY = {
 GEMMA = {"flavour": "gemma4", "values_from_keys": True, "qk_norm": True}
 #: Every registered drafter, and kinds of one that are another network altogether.
 KINDS = (*registry.DRAFTERS, "eagle3, latent")
-PAIRS = [
-    (kind, host) for host in HOSTS for kind in KINDS if (kind, host) != ("assistant", "latent")
-]  # no keys of heads
+#: An assistant reads keys of heads, and latent attention keeps none.
+PAIRS = [(kind, host) for host in HOSTS for kind in KINDS if (kind, host) != ("assistant", "latent")]
+#: Pairs beyond a dense target, without the kinds that differ in their network alone.
+OTHERS = [(kind, host) for kind, host in PAIRS if host != "dense" and kind in registry.DRAFTERS]
 #: Ragged rows with their own sampling values; the second and the last are greedy.
 PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 0, 1], [1, 2], [5] * 6, [7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3]]
 SAMPLED = {"temperature": [1.0, 0.0, 0.7, 1.3, 0.0], "seed": [1, 2, 3, 4, 5], "ignore_eos": True}

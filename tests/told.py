@@ -71,3 +71,33 @@ def expect_acceptance(mode: str, k: int, at: int, s):
         assert s.accepted == (0 if at == 0 else s.accepted)
         assert s.accepted < s.proposed
         assert at == 0 or s.accepted > 0
+
+
+#: Scripts whose accepted counts follow from the place in the text alone.
+WRONG_AT = {
+    "ALWAYS_RIGHT": lambda i: False,
+    "ALWAYS_WRONG": lambda i: True,
+    "EVERY_THIRD_WRONG": lambda i: i % 3 == 2,
+}
+#: What a batch is told, each prompt something else; ``OWN``: its drafter speaks for itself.
+ROTATING = ["ALWAYS_RIGHT", "EVERY_THIRD_WRONG", "OWN", "ALWAYS_WRONG", "EVERY_THIRD_WRONG"]
+
+
+def expected_counts(mode: str, k: int, new: int) -> list[tuple[int, int]]:
+    """(proposed, accepted) of every round when the script drafts up to k tokens of a text of ``new`` tokens."""
+    at, rounds = 1, []  # the prefill has said the first
+    while at < new:
+        proposed = min(k, new - at - 1)
+        wrong = [WRONG_AT[mode](at + i) for i in range(proposed)]
+        accepted = wrong.index(True) if True in wrong else proposed
+        rounds.append((proposed, accepted))
+        at += accepted + 1
+    return rounds
+
+
+def expect_counts(modes, k: int, new: int, every) -> None:
+    """The statistics of each prompt are what its script gives; nothing is known of a drafter's own words."""
+    for mode, s in zip(modes, every, strict=False):
+        if mode in WRONG_AT:
+            rounds = expected_counts(mode, k, new)
+            assert (s.rounds, s.proposed, s.accepted) == (len(rounds), *map(sum, zip(*rounds, strict=True)))

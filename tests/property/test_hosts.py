@@ -2,6 +2,10 @@
 
 import hosts
 import pytest
+import told
+
+import specjax
+from specjax import testing
 
 LONG = pytest.mark.long
 PAIR = pytest.mark.parametrize(("kind", "host"), hosts.PAIRS)
@@ -29,3 +33,28 @@ def test_200_rounds(kind):
     assert not bool(state.done[0])
     assert compared >= 300
     assert changed >= 60
+
+
+NEW = 44
+
+
+@LONG
+@pytest.mark.parametrize(("kind", "host"), hosts.OTHERS)
+def test_decoding(kind, host):
+    """GRD.1, BAT.3, BAT.4, PFX.1, KVR.1: by the public call, every mode on every prompt, five prompts in three rows,
+    prompts cut in fours, chunks of several rounds and the host's loop."""
+    known, params = hosts.plain(host, NEW), hosts.drafted(hosts.target(host), kind)
+    call = {
+        "max_new_tokens": NEW,
+        "rows": 3,
+        "k": hosts.K,
+        "rule": "match",
+        "prefill_chunk": 4,
+        **hosts.SAMPLED,
+    }
+    for turn, driving in enumerate(({}, {"rounds": 3}, {"rounds": 1}, {"loop": "host"}, {"rounds": 5})):
+        modes = told.ROTATING[turn:] + told.ROTATING[:turn]
+        scripted = testing.corrupted(params, zip(hosts.PROMPTS, known, strict=True), modes)
+        out = specjax.decode(scripted, hosts.PROMPTS, **call, **driving)
+        assert out.tokens == known
+        told.expect_counts(modes, hosts.K, NEW, out.stats)
