@@ -18,9 +18,11 @@ HALVED, BY_INPUTS = ("o", "down"), ("fc", "pre", "post", "embed", "head")
 
 def random_weights(specs: Any, key: jax.Array) -> Any:
     """float32 weights for a struct of ArraySpecs; integer tables are zeros. Fields are told by their names."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, ArraySpec))
-    keys = jax.random.split(key, max(len(leaves), 1))
-    return tree.unflatten([_made(path[-1], spec, k) for (path, spec), k in zip(leaves, keys, strict=True)])
+    leaf = lambda x: isinstance(x, ArraySpec)  # noqa: E731
+    keys = iter(jax.random.split(key, len(jax.tree.leaves(specs, is_leaf=leaf))))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, spec: _made(path[-1], spec, next(keys)), specs, is_leaf=leaf
+    )
 
 
 def _made(last: Any, spec: ArraySpec, key: jax.Array) -> Array:

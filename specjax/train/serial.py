@@ -11,7 +11,7 @@ Known as training-time test (EAGLE-3, arXiv 2503.01840). Steps after the first r
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -66,10 +66,21 @@ def latent_parts(mla: Latent, eps: float, angles: Callable[[Array], Any]) -> dic
     return {"keys_values": keys_values, "queries": queries, "output": output}
 
 
-class Rows(NamedTuple):
-    """Rows that begin a round. ``index`` None: all of them, in order."""
+#: Share of a row that rounds begin at, unless a recipe says otherwise: prompts take about a third of usual data.
+SHARE = 0.75
 
-    index: Int[Array, "R N"] | None
+
+def with_room(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
+    """The recipe with ``answers`` for its length where it is not ``given``."""
+    if "answers" in given:
+        return recipe
+    return dataclasses.replace(recipe, answers=max(1, round(SHARE * recipe.length)))
+
+
+class Rows(NamedTuple):
+    """Rows that begin a round. ``at`` None: all of them, in order."""
+
+    at: Int[Array, "R N"] | None
     used: Bool[Array, "R N"]
 
 
@@ -88,8 +99,8 @@ def labelled(batch: Batch, rows: Rows, steps: int) -> tuple[Int[Array, "k R N"],
     """Token p + 2 + k for every step, and whether it is to be predicted: it and all before it in the round are
     trained tokens of the row's own document."""
     length = batch.doc.shape[1]
-    index = jnp.arange(length)[None] if rows.index is None else rows.index
-    doc, known, tokens, wanted = take_rows(batch.doc, rows.index), rows.used, [], []
+    index = jnp.arange(length)[None] if rows.at is None else rows.at
+    doc, known, tokens, wanted = take_rows(batch.doc, rows.at), rows.used, [], []
     for ahead in range(2, 2 + steps):
         at = jnp.broadcast_to(index + ahead, known.shape)
         inside = (at < length) & (take_rows(batch.doc, at) == doc) & (doc >= 0)
@@ -101,7 +112,7 @@ def labelled(batch: Batch, rows: Rows, steps: int) -> tuple[Int[Array, "k R N"],
 
 def following(x: Array, rows: Rows, ahead: int) -> Array:
     """``x[r, p + ahead]`` for every row p; beyond the end the last, which no label counts."""
-    index = jnp.arange(x.shape[1])[None] if rows.index is None else rows.index
+    index = jnp.arange(x.shape[1])[None] if rows.at is None else rows.at
     return take_rows(x, jnp.broadcast_to(index + ahead, rows.used.shape))
 
 
@@ -116,17 +127,17 @@ def unroll(
     every, states = Rows(None, batch.doc >= 0), []
 
     def attention_of(step: int) -> Attention:
-        at = rows if step else every
-        pos = take_rows(batch.pos, at.index) + step
+        current = rows if step else every
+        pos = take_rows(batch.pos, current.at) + step
 
         def attention(i: int, layer: Any, u: Array, x: Array):
             (own[i] if step else context).append(net.keys_values(layer, u, pos))
-            on, window = at, net.windows[i]
+            on, window = current, net.windows[i]
             if step == 0 and i == layers[-1]:
-                on, u, x = rows, take_rows(u, rows.index), take_rows(x, rows.index)
-            q, more = net.queries(layer, u, take_rows(batch.pos, on.index) + step)
+                on, u, x = rows, take_rows(u, rows.at), take_rows(x, rows.at)
+            q, more = net.queries(layer, u, take_rows(batch.pos, on.at) + step)
             mine = tuple(own[i] if window is None else own[i][-window:])
-            seen = visible(batch, on.index, step, window)
+            seen = visible(batch, on.at, step, window)
             return x, net.output(layer, attend_packed(q, *context[i], seen, mine, net.scale), more)
 
         return attention
@@ -179,20 +190,19 @@ def objective(
     counted = wanted & (labels >= 0)
     share = recipe.decay ** jnp.arange(steps, dtype=jnp.float32)
     share = share / jnp.sum(share) / jnp.maximum(jnp.sum(counted, (1, 2)), 1)
-    flat = lambda x: x.reshape(-1, *x.shape[3:])  # noqa: E731
     teacher, taught = None, Transform()
     if losses.needs_teacher(recipe.terms):
-        hidden = jnp.stack([following(features.hidden, rows, 1 + k) for k in range(steps)])
+        hidden = [following(features.hidden, rows, 1 + k) for k in range(steps)]
         lent = shared.head if head.ids is None else shared.head[head.ids]
         teacher, taught = (
-            (flat(hidden).astype(lent.dtype), lent),
+            (_flat(hidden).astype(lent.dtype), lent),
             Transform(shared.logit_scale, shared.softcap),
         )
     loss, found = losses.head_loss(
-        flat(jnp.stack(outputs)).astype(head.table.dtype),
+        _flat(outputs).astype(head.table.dtype),
         head.table,
-        flat(labels),
-        flat(jnp.where(counted, share[:, None, None], 0.0)),
+        _flat(labels),
+        _flat(jnp.where(counted, share[:, None, None], 0.0)),
         recipe.terms,
         teacher=teacher,
         student_transform=head.transform,
@@ -200,17 +210,24 @@ def objective(
         train_head=head.trained,
         chunks=recipe.chunks * steps,
     )
-    correct = found["correct"].reshape(counted.shape) & counted
-    return loss, _metrics(loss, correct, wanted, found["ce"].reshape(counted.shape), counted)
+    by_step = lambda x: x.reshape(-1, steps, wanted.shape[-1]).swapaxes(0, 1)  # noqa: E731
+    return loss, _metrics(loss, by_step(found["correct"]) & counted, wanted, by_step(found["ce"]), counted)
+
+
+def _flat(steps: Any) -> Array:
+    """``[k R N ...]`` as rows in the order R k N: rows of a batch that are spread over devices stay spread."""
+    stacked = jnp.stack(list(steps), 1)
+    return stacked.reshape(-1, *stacked.shape[3:])
 
 
 def _metrics(loss, correct, wanted, ce, counted) -> Metrics:
     out = {"loss": (loss, jnp.float32(1))}
+    every, some = wanted.astype(jnp.float32), counted.astype(jnp.float32)
     for k in range(len(correct)):
-        out[f"accuracy_{k}"] = losses.metric(correct[k], wanted[k])
-        out[f"ce_{k}"] = losses.metric(ce[k], counted[k])
+        out[f"accuracy_{k}"] = losses.metric(correct[k], every[k])
+        out[f"ce_{k}"] = losses.metric(ce[k], some[k])
     length = 1 + jnp.sum(jnp.cumprod(correct.astype(jnp.float32), 0), 0)
-    return out | {"tau": losses.metric(length, wanted[0])}
+    return out | {"tau": losses.metric(length, every[0])}
 
 
 def hits(
@@ -220,7 +237,6 @@ def hits(
     ids: Int[Array, " Vd"] | None,
 ) -> Bool[Array, "R T k"]:
     """:meth:`specjax.train.types.Method.matches` of the states of all rows. ``logits`` are those of decoding."""
-    steps = len(states)
 
     def best(stack: Float[Array, "k T D"]):
         chosen = jnp.argmax(logits(stack.reshape(-1, stack.shape[-1])), -1).astype(jnp.int32)
@@ -228,10 +244,10 @@ def hits(
 
     drafts = jax.lax.map(best, jnp.stack(states, 1))  # [R k T], of row p
     every = Rows(None, batch.doc >= 0)
-    right = []
-    for k in range(steps):
+    found, length = [], batch.doc.shape[1]
+    for k in range(len(states)):
         there = following(batch.doc, every, 2 + k) == batch.doc
-        inside = (jnp.arange(batch.doc.shape[1]) + 2 + k < batch.doc.shape[1]) & there & (batch.doc >= 0)
-        right.append((drafts[:, k] == following(batch.tokens, every, 2 + k)) & inside)
-    right = jnp.stack(right, -1) & following(batch.trained, every, 2)[..., None]
+        inside = (jnp.arange(length) + 2 + k < length) & there & (batch.doc >= 0)
+        found.append((drafts[:, k] == following(batch.tokens, every, 2 + k)) & inside)
+    right = jnp.stack(found, -1) & following(batch.trained, every, 2)[..., None]
     return jnp.pad(right[:, :-1], ((0, 0), (1, 0), (0, 0)))  # by anchor, which is token p + 1

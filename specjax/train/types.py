@@ -61,9 +61,9 @@ class Recipe:
     ``terms``: what the loss is made of. ``decay``: weight of draft position i is ``decay ** i`` (serial drafters;
     block drafters use ``exp(-i / gamma)``, given by ``gamma``). ``unroll``: draft steps trained in sequence (serial
     drafters). ``anchors``: blocks per row (block drafters). ``dpace``: smoothing of D-PACE, which then sets their
-    positions' weights in place of ``gamma``; None: off. ``answers``: at most so many trained positions of a row are
-    used by steps after the first (serial drafters); None: all. ``dtype``: of activations and of the weights' copy;
-    masters and optimiser are float32.
+    positions' weights in place of ``gamma``; None: off. ``answers``: at most so many of a row's trained
+    positions begin a round, chosen anew in every step (serial drafters); None: all. ``dtype``: of activations and of
+    the weights' copy; masters and optimiser are float32.
     """
 
     method: str
@@ -108,7 +108,8 @@ class Method(Protocol):
         not understood, naming those that are."""
 
     def init(self, cfg: Any, target: Any, shared: Shared, key: jax.Array) -> Any:
-        """Initial weights, float32."""
+        """Initial weights, float32. ``target``: the target's weights. A method whose draft vocabulary is a table in the
+        weights takes its ids as ``vocabulary`` (keyword, optional)."""
 
     def frozen(self, cfg: Any) -> tuple[str, ...]:
         """Fields of the weight struct that are not trained (tables copied from the target): "head", or "backbone.head"

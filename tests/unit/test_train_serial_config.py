@@ -143,9 +143,10 @@ def test_assistant_begins_near_the_targets_head():
     x = jnp.concatenate([base.target.embed[:5], states], -1)
     halves = [np.square(np.asarray(x[:, s] @ p.pre[:, s].T)).mean() for s in (slice(0, 16), slice(16, 32))]
     assert 0.2 < halves[0] / halves[1] < 5
+    lent = registry.target("llama").shared(base.target, base.meta.target_cfg)
     clustered = dataclasses.replace(cfg, centroids=1, top_centroids=1)
     with pytest.raises(ValueError, match="in clusters can be trained on, not begun"):
-        methods.method("assistant").init(clustered, base.target, None, jax.random.key(0))
+        methods.method("assistant").init(clustered, base.target, lent, jax.random.key(0))
 
 
 WRONG = {

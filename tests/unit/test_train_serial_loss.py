@@ -110,14 +110,14 @@ def test_only_some_rows_go_on():
     batch = given(KIND)[5]
     every = serial.choose(batch, None, jax.random.key(0))
     few = [serial.choose(batch, 5, jax.random.key(i)) for i in range(20)]
-    assert every.index is None
+    assert every.at is None
     for rows in few:
-        assert rows.index.shape == (3, 5)
-        assert np.all(np.diff(rows.index, axis=1) > 0)
-        used = np.take_along_axis(np.asarray(every.used), np.asarray(rows.index), 1)
+        assert rows.at.shape == (3, 5)
+        assert np.all(np.diff(rows.at, axis=1) > 0)
+        used = np.take_along_axis(np.asarray(every.used), np.asarray(rows.at), 1)
         assert np.array_equal(used, rows.used)
         assert rows.used.sum() == np.minimum(np.asarray(every.used).sum(1), 5).sum()
-    assert len({np.asarray(rows.index[2]).tobytes() for rows in few}) > 10
+    assert len({np.asarray(rows.at[2]).tobytes() for rows in few}) > 10
 
 
 def test_nothing_trained_is_no_loss():

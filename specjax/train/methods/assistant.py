@@ -35,7 +35,7 @@ _GIVEN = ("k", "drafting", "position_offset", "softcap")
 def recipe(**changes: Any) -> Recipe:
     """Five steps, each weighing 0.8 of the one before; the text's own tokens as labels."""
     given = {"learning_rate": 1e-3, "terms": (("ce", 1.0),), "decay": 0.8, "unroll": 5}
-    return Recipe(method="assistant", **{**given, **changes})
+    return serial.with_room(Recipe(method="assistant", **{**given, **changes}), changes)
 
 
 def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:
@@ -122,12 +122,12 @@ def unroll(
 ) -> list[Float[Array, "R N D"]]:
     """Normed output of every step."""
     dtype, outputs = p.norm.dtype, []
-    pos = take_rows(batch.pos, rows.index) + cfg.position_offset
+    pos = take_rows(batch.pos, rows.at) + cfg.position_offset
     kv = {}
     for name in cfg.kinds:
         kind, view = getattr(cfg.body, name), (features.kv or {})[name]
         lent = tuple(x.swapaxes(1, 2).astype(dtype) for x in (view.k, view.v))
-        seen = visible(batch, rows.index, cfg.position_offset, cfg.window(kind))
+        seen = visible(batch, rows.at, cfg.position_offset, cfg.window(kind))
         kv[name] = (*lent, seen, rope_angles(kind.rope, pos))
 
     def attention(i, layer, x):
@@ -135,7 +135,7 @@ def unroll(
         q = rotate(model.queries(layer, cfg, x), *angles, cfg.body.kind(i).rope.pair)
         return gemma.output(attend_packed(q, *lent, (), 1.0), layer.o)
 
-    state = take_rows(features.hidden, rows.index)
+    state = take_rows(features.hidden, rows.at)
     for step in range(steps):
         tokens = serial.following(batch.tokens, rows, 1 + step)
         embedded = gemma.embed(shared.embed, tokens, shared.embed_scale)

@@ -38,7 +38,7 @@ _OWN = {"body", "layers", "draft_vocab", "transformer"}
 def recipe(**changes: Any) -> Recipe:
     """Seven steps, each weighing 0.8 of the one before; soft labels over the draft vocabulary."""
     given = {"learning_rate": 1.5e-3, "terms": (("kl", 1.0),), "decay": 0.8, "unroll": 7, "chunks": 1}
-    return Recipe(method="eagle3", **{**given, **changes})
+    return serial.with_room(Recipe(method="eagle3", **{**given, **changes}), changes)
 
 
 def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:
@@ -84,7 +84,7 @@ def init(
     ``vocabulary``: ids of the draft vocabulary; None: the lowest. ValueError unless there are as many as ``cfg`` has.
     """
     p = initial.random_weights(eagle3.abstract(cfg), key)
-    ids, changes = np.arange(cfg.head_rows), {}
+    ids, changes = np.arange(cfg.head_rows), dict[str, Any]()
     if cfg.reduced:
         ids = shape.vocabulary(vocabulary, cfg.head_rows, cfg.vocab_size)
         changes["d2t"] = jnp.asarray(ids - np.arange(len(ids)), jnp.int32)

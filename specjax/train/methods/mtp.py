@@ -32,7 +32,7 @@ def recipe(**changes: Any) -> Recipe:
     """Three steps, each weighing 0.6 of the one before; the text's own tokens as labels. One layer trained for three
     steps goes on drafting beyond them."""
     given = {"learning_rate": 1.5e-3, "terms": (("ce", 1.0),), "decay": 0.6, "unroll": 3}
-    return Recipe(method="mtp", **{**given, **changes})
+    return serial.with_room(Recipe(method="mtp", **{**given, **changes}), changes)
 
 
 def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:
