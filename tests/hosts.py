@@ -19,7 +19,7 @@ import numpy as np
 import specjax
 from specjax import calls, registry, testing
 from specjax.core import loop, programs, round as rnd
-from specjax.drafters import eagle3
+from specjax.drafters import eagle3, mtp
 from specjax.types import Proposal
 
 VOCAB, K = 8, 3
@@ -40,7 +40,6 @@ LATENT_BODY = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 5,
 }
-GEMMA = {"flavour": "gemma4", "values_from_keys": True, "qk_norm": True}
 #: Every registered drafter, and kinds of one that are another network altogether.
 KINDS = (*registry.DRAFTERS, "eagle3, latent")
 #: An assistant reads keys of heads, and latent attention keeps none.
@@ -63,23 +62,37 @@ def drafted(base: specjax.Params, kind: str) -> specjax.Params:
     """The target with a random drafter of a kind: its ``tiny`` config, or a variant of that."""
     name, _, variant = kind.partition(", ")
     cfg = registry.drafter(name).tiny(base.meta.target_cfg)
-    if variant == "latent":
-        cfg = latent_body(base.meta.target_cfg, cfg.taps)
-    if variant == "gemma":
-        cfg = dataclasses.replace(
-            cfg, body=dataclasses.replace(cfg.body, **GEMMA), softcap=30.0, input_scale=4.0
-        )
+    if variant:
+        cfg = VARIANTS[variant](name, cfg, base.meta.target_cfg)
     return testing.tiny_drafter(base, name, 1, cfg)
 
 
-def latent_body(target_cfg, taps) -> eagle3.Config:
-    """An EAGLE-3 drafter of Kimi's kind."""
+def latent(name: str, cfg: Any, target_cfg: Any) -> Any:
+    """An EAGLE-3 drafter of Kimi's kind, or an MTP layer of DeepSeek's, with experts."""
     wide, vocab = target_cfg.hidden_size, target_cfg.vocab_size
+    if name == "mtp":
+        model = registry.target("deepseek_v3").config(
+            families.LATENT | {"hidden_size": wide, "vocab_size": vocab}
+        )
+        return mtp.config({"family": "deepseek_v3", "model": model, "k": 3}, target_cfg)
     layer = {"hidden_size": wide, "intermediate_size": 16, "vocab_size": vocab, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return eagle3.config(
-        {"transformer": layer | heads | LATENT_BODY, "taps": taps, "latent": True}, target_cfg
-    )
+    settings = {"transformer": layer | heads | LATENT_BODY, "taps": cfg.taps, "latent": True}
+    return eagle3.config(settings, target_cfg)
+
+
+def gemma(name: str, cfg: Any, target_cfg: Any) -> Any:
+    """Layers of Gemma 4."""
+    layers = dataclasses.replace(cfg.body, flavour="gemma4", values_from_keys=True, qk_norm=True)
+    return dataclasses.replace(cfg, body=layers, softcap=30.0, input_scale=4.0)
+
+
+def recurrent_head(name: str, cfg: Any, target_cfg: Any) -> Any:
+    """DSpark with the head that has a state."""
+    return dataclasses.replace(cfg, markov=dataclasses.replace(cfg.markov, kind="rnn"))
+
+
+VARIANTS = {"latent": latent, "gemma": gemma, "rnn": recurrent_head}
 
 
 @functools.cache

@@ -24,8 +24,11 @@ def test_rounds(kind, host):
     assert changed >= 10
 
 
+VARIANTS = ("mtp, latent", "dspark, rnn", "eagle3, gemma", "dflash, gemma", "dspark, gemma")
+
+
 @LONG
-@pytest.mark.parametrize("kind", [*hosts.KINDS, "eagle3, gemma", "dflash, gemma", "dspark, gemma"])
+@pytest.mark.parametrize("kind", [*hosts.KINDS, *VARIANTS])
 def test_200_rounds(kind):
     """KVR.4, KVR.3: the proposal of every single round is that of a fresh prefill."""
     host = "ring" if kind == "assistant" or "gemma" in kind else "dense"

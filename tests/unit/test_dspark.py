@@ -29,19 +29,6 @@ def params(kind: str = "vanilla", **changes):
     return tiny.params("dspark", **heads(kind), **changes)
 
 
-@pytest.mark.long
-def test_forty_rounds_of_rejections():
-    """KVR.4, KVR.3: every round's proposal is that of a fresh prefill of what is committed."""
-    p = params("rnn")
-    seen, state = tiny.forced_rounds(p, PROMPTS, 40, 4)
-    whole = [np.asarray(state.tokens[b, :n]).tolist() for b, n in enumerate(np.asarray(state.length))]
-    room = state.tokens.shape[1]
-    fresh = specjax.start(p, whole, max_new_tokens=1, ignore_eos=True, max_len=room, prefill_chunk=16)
-    draft = jax.jit(tiny.draft, static_argnums=1)
-    for length, anchor, drafts in seen:
-        assert draft(p, 4, fresh.drafter, tiny.context(length, anchor)).tokens.tolist() == drafts.tolist()
-
-
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_q_is_what_was_sampled(kind):
     """Each draft is the arg-max of log q plus its noise, and q the softmax of logits corrected by the token before

@@ -272,6 +272,14 @@ def test_whole_vocabulary_with_a_map(tmp_path):
         assert load(path).cfg.draft_vocab is None
 
 
+def test_names_of_folders_mean_nothing(tmp_path):
+    """CKP.3: what a drafter is follows from its config."""
+    assert (
+        load(folder(tmp_path / "qwen3-eagle3-mtp-assistant", ZLAB | {"dflash_config": BLOCK})).name
+        == "dflash"
+    )
+
+
 def test_other_kinds(tmp_path):
     """CKP.3: the kind is named before weights are allocated; kinds and classes that are not supported too."""
     path = folder(tmp_path / "a", {**ZLAB, "dflash_config": BLOCK})
