@@ -9,6 +9,7 @@ from specjax.drafters import dflash
 from specjax.drafters.dflash_config import Config, max_k
 from specjax.train import block, losses
 from specjax.train.losses import Transform
+from specjax.train.terms import needs_teacher
 from specjax.train.types import Batch, Features, Metrics, Recipe, Terms
 from specjax.types import Shared
 
@@ -40,7 +41,14 @@ def forward(
     features: Features,
     key: Array,
 ) -> Pass:
-    """Blocks at anchors drawn by ``key``."""
+    """Blocks at anchors drawn by ``key``. ValueError for a recipe whose ``anchors``, ``gamma`` or ``dpace`` make no
+    sense."""
+    smooth = recipe.dpace
+    if recipe.anchors < 1 or not recipe.gamma > 0 or not (smooth is None or 0 <= smooth <= 1):
+        raise ValueError(
+            f"a block drafter's recipe needs anchors of at least 1, gamma above 0 and dpace from 0 to 1 or None; got "
+            f"anchors={recipe.anchors}, gamma={recipe.gamma}, dpace={smooth}"
+        )
     blocks = block.anchors(batch, recipe.anchors, key)
     return Pass(
         blocks, block.labels(batch, cfg, blocks), block.rows(p, shared, cfg, batch, features, blocks.at)
@@ -75,7 +83,7 @@ def head(
         fold(drafted),
         fold(weights),
         terms,
-        teacher=_teacher(p, shared, cfg, features, done) if taught or losses.needs_teacher(terms) else None,
+        teacher=_teacher(p, shared, cfg, features, done) if taught or needs_teacher(terms) else None,
         student_transform=student(cfg),
         teacher_transform=Transform(
             shared.logit_scale, shared.softcap, None if cfg.draft_vocab else cfg.vocab

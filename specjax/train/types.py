@@ -19,7 +19,7 @@ from specjax.types import KVView, Shared, Taps, TapSpec
 
 Source = Literal["online", "offline", "hybrid"]
 
-#: Terms of a loss by name, with their coefficients. Their meaning: :mod:`specjax.train.losses`.
+#: Terms of a loss by name, with their coefficients. Their meaning: :mod:`specjax.train.terms`.
 Terms = tuple[tuple[str, float], ...]
 
 

@@ -15,8 +15,9 @@ import specjax
 from specjax import registry, testing
 from specjax.drafters import dflash as decoding, dflash2
 from specjax.drafters.dflash_config import Convolution
-from specjax.train import block, evaluate, features, losses, methods, step
+from specjax.train import block, evaluate, features, methods, step
 from specjax.train.methods import dflash, dspark
+from specjax.train.types import Terms
 from specjax.types import Pair
 
 SMOLLM2 = testing.tiny_config(
@@ -125,12 +126,12 @@ def random_batch(cfg, seed=0):
 
 
 @functools.cache
-def loss_of(kind: str, terms: losses.Terms, **changes):
+def loss_of(kind: str, terms: Terms, **changes):
     """Loss, metrics and gradients of a kind on a random batch."""
     p, how = tiny.params(kind), tiny.method(kind)
     cfg = p.meta.drafter_cfg
     batch, given = random_batch(cfg)
-    recipe = how.recipe(terms=terms, anchors=9, chunks=2, **changes)
+    recipe = how.recipe(**{"terms": terms, "anchors": 9, "chunks": 2, **changes})
     run = lambda w: how.loss(w, shared(p), cfg, recipe, batch, given, jax.random.key(3))  # noqa: E731
     (value, found), slopes = jax.jit(jax.value_and_grad(run, has_aux=True, allow_int=True))(p.drafter)
     return value, found, slopes
@@ -226,6 +227,9 @@ def test_terms_that_the_drafter_has_no_part_for():
     ):
         with pytest.raises(ValueError, match=words):
             loss_of(kind, terms)
+    for change in ({"anchors": 0}, {"gamma": 0.0}, {"dpace": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            loss_of("fill", (("ce", 1.0),), **change)
     p = tiny.params("rnn")
     bare = dataclasses.replace(p.meta.drafter_cfg, confidence=False, confidence_markov=False)
     batch, given = random_batch(bare)

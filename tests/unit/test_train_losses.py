@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from specjax.train import losses
-from specjax.train.losses import TEACHER_TERMS, Transform, head_loss, row_terms
+from specjax.train.losses import Transform, head_loss
+from specjax.train.terms import TEACHER_TERMS, check_terms, dpace, row_terms
 
 ALL = tuple((name, 0.3 + 0.1 * i) for i, name in enumerate(("ce", *TEACHER_TERMS)))
 N, D, V, R = 22, 8, 40, 3
@@ -198,7 +199,7 @@ def test_dpace_weights():
     """Each row's weight by the definition, summed out; holes are passed over."""
     rng = np.random.default_rng(0)
     ce, on = rng.uniform(0, 3, (4, 5)).astype(np.float32), rng.random((4, 5)) < 0.8
-    weights = losses.dpace(jnp.asarray(ce), jnp.asarray(on), 0.4)
+    weights = dpace(jnp.asarray(ce), jnp.asarray(on), 0.4)
     for b, i in np.ndindex(4, 5):
         reach = [np.prod([0.6 * np.exp(-ce[b, m]) + 0.4 for m in range(j + 1) if on[b, m]]) for j in range(5)]
         expected = sum(reach[j] for j in range(i, 5) if on[b, j]) * on[b, i]
@@ -208,7 +209,7 @@ def test_dpace_weights():
     loss, rows = head_loss(
         hidden[:20], head, labels[:20], counted, terms, chunks=3, group=5, dpace_smooth=0.4
     )
-    again = losses.dpace(rows["ce"].reshape(4, 5), counted.reshape(4, 5), 0.4).reshape(-1)
+    again = dpace(rows["ce"].reshape(4, 5), counted.reshape(4, 5), 0.4).reshape(-1)
     np.testing.assert_allclose(rows["weight"], again, rtol=1e-5)
     assert loss == pytest.approx(float(jnp.sum(again * rows["ce"])), rel=1e-5)
 
@@ -222,8 +223,8 @@ def test_terms_are_checked():
         ((("ce", True),), "positive number"),
     ):
         with pytest.raises(ValueError, match=words):
-            losses.check_terms(terms)
-    assert losses.check_terms((("ce", 1), ("confidence", 1.0)), ("confidence",)) == (("ce", 1.0),)
+            check_terms(terms)
+    assert check_terms((("ce", 1), ("confidence", 1.0)), ("confidence",)) == (("ce", 1.0),)
     (hidden, head, *_), labels, weights, _ = inputs()
     with pytest.raises(ValueError, match=r"\['kl'\] compare with a teacher"):
         head_loss(hidden, head, labels, weights, (("kl", 1.0),))

@@ -20,6 +20,7 @@ from specjax.drafters.dflash import Config, Weights
 from specjax.layers.linear import linear
 from specjax.train import block, block_loss, init as initial, losses, shape
 from specjax.train.products import lookup, product
+from specjax.train.terms import check_terms
 from specjax.train.types import Batch, Features, Metrics, Recipe
 from specjax.types import Shared, TapSpec
 
@@ -161,7 +162,7 @@ def loss(
 
     ValueError for terms that are not known or that the config has no part for.
     """
-    terms = losses.check_terms(recipe.terms, (SELECTOR,))
+    terms = check_terms(recipe.terms, (SELECTOR,))
     factor = dict(recipe.terms).get(SELECTOR, 0)
     if factor and p.selector is None:
         raise ValueError("loss term 'selector' needs a drafter with a candidate selector")

@@ -22,6 +22,7 @@ from specjax.layers.linear import linear
 from specjax.train import block, block_loss, init as initial, losses
 from specjax.train.methods import dflash
 from specjax.train.products import lookup
+from specjax.train.terms import check_terms
 from specjax.train.types import Batch, Features, Metrics, Recipe
 from specjax.types import Shared, TapSpec
 
@@ -82,7 +83,7 @@ def loss(
 
     ValueError for terms that are not known or that the config has no part for.
     """
-    terms = losses.check_terms(recipe.terms, (CONFIDENCE,))
+    terms = check_terms(recipe.terms, (CONFIDENCE,))
     factor = dict(recipe.terms).get(CONFIDENCE, 0)
     if factor and p.confidence is None:
         raise ValueError("loss term 'confidence' needs a drafter with a confidence head")
