@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from specjax.train.store import FORMAT, Document, Store, Writer, load
+from specjax.train.store import Store, load
+from specjax.train.store_files import FORMAT, Document, Writer
 
 META: dict[str, Any] = {
     "format": FORMAT,

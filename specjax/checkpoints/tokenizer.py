@@ -127,6 +127,19 @@ class Wrapped:
         how = {"tokenize": True, "return_dict": False}
         return list(self._write(messages, add_generation_prompt, template, **how, **kwargs))
 
+    def chats(
+        self,
+        conversations: Sequence[Messages],
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **kwargs: Any,
+    ) -> list[list[int]]:
+        """:meth:`chat` of several conversations, in less time than one by one."""
+        how = {"tokenize": True, "return_dict": False}
+        several = [list(messages) for messages in conversations]
+        written = self._write(several, add_generation_prompt, template, **how, **kwargs)
+        return [list(ids) for ids in written]
+
     def render(
         self,
         messages: Messages,
@@ -152,7 +165,7 @@ class Wrapped:
         written = self._write(messages, add_generation_prompt, template, **how, **kwargs)
         return [bool(inside) for inside in written["assistant_masks"]]
 
-    def _write(self, messages: Messages, ask: bool, template: str | None, **kwargs: Any) -> Any:
+    def _write(self, messages: Any, ask: bool, template: str | None, **kwargs: Any) -> Any:
         template = template or self.chat_template
         if template is None:
             raise ValueError("this model has no chat template: pass a text prompt, or a template")

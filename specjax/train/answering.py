@@ -1,5 +1,6 @@
 """Conversations answered by the loop that serves requests: many rows at once, refilled as they fall free."""
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -8,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jinja2
 import numpy as np
 
-from specjax import calls, generate, prompts as encoding
+from specjax import calls, checkpoints, generate, prompts as encoding
 from specjax.config import Options, Program, row_bucket, token_bucket
 from specjax.core.loop import Job, Queue, host_state, serve
 from specjax.core.platform import backend, enable_compilation_cache
@@ -19,7 +21,7 @@ from specjax.progress import Say
 from specjax.results import NonFiniteError
 from specjax.train.answers import Turn, texts
 from specjax.train.prompts import Prompt
-from specjax.train.store import Document, Writer
+from specjax.train.store_files import Document, Writer
 from specjax.types import tree_bytes
 
 ROUNDS = 8  # a row that ends waits for the end of its chunk, and for one more, before it is refilled
@@ -40,6 +42,24 @@ class Encoder:
         alone = len(messages) == 1 and messages[0]["role"] == "user"
         given = messages[0]["content"] if alone else [dict(m) for m in messages]
         return encoding.encode(self._meta, given, *self._how).ids[0]
+
+    def several(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[np.ndarray]:
+        """The same of several, in less time than one by one."""
+        template, kwargs = self._how
+        written = template if isinstance(template, str) else self._meta.chat_template
+        tokenizer = checkpoints.tokenizer.get(self._meta.tokenizer_id)
+        if (
+            template is not False
+            and written is not None
+            and isinstance(tokenizer, checkpoints.tokenizer.Wrapped)
+        ):
+            given = [[dict(m) for m in messages] for messages in conversations]
+            with contextlib.suppress(
+                ValueError, jinja2.TemplateError
+            ):  # raised again below, naming its cause
+                ids = tokenizer.chats(given, **{"template": written} | dict(kwargs or {}))
+                return encoding.encode(self._meta, [np.asarray(i) for i in ids]).ids
+        return [self(messages) for messages in conversations]
 
 
 def turns(prompt: Prompt) -> list[int]:

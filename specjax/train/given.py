@@ -14,7 +14,8 @@ from specjax.train.answers import Given, texts
 from specjax.train.made import TEXTS, about
 from specjax.train.prompts import Prompt, Prompts
 from specjax.train.respond import finished
-from specjax.train.store import Document, Store, Writer
+from specjax.train.store import Store
+from specjax.train.store_files import Document, Writer
 from specjax.types import Params
 
 SHARD_DOCUMENTS = 4096

@@ -7,7 +7,7 @@ from typing import Any
 from specjax import __version__, checkpoints, registry
 from specjax.checkpoints.tokenizer import Tokenizer
 from specjax.train.shards import identity
-from specjax.train.store import FORMAT
+from specjax.train.store_files import FORMAT
 from specjax.types import Params
 
 #: Keys in which texts of one folder, and of folders that are joined, agree.

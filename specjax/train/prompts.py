@@ -3,24 +3,14 @@
 import dataclasses
 import hashlib
 import json
-import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specjax.config import positive
-
-#: Keys of a row that may hold a prompt, in the order in which they are looked for.
-FIELDS = ("turns", "messages", "conversations", "prompt")
-_SHAREGPT = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-}
+from specjax.train import rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +102,7 @@ def read(sources: Any, *, answers: bool = False) -> Prompts:
     found: dict[int, Prompt] = {}
     groups = _Groups()
     for source in given:
-        for where, row in _rows(source):
+        for where, row in rows.read(source.path, source.subset, source.split, source.limit):
             counts[source.label]["rows"] += 1
             reason, variants = _variants(source, where, row, answers)
             if reason:
@@ -146,7 +136,7 @@ def as_sources(item: Any) -> list[Source]:
     if not equals or "/" in name:
         name, path = "", str(item)
     if path.endswith(".json"):
-        listed = json.loads(_text(path))
+        listed = json.loads(rows.text(path))
         if not isinstance(listed, list):
             raise ValueError(f"{path}: expected a list of sources; prompts are JSON lines (.jsonl)")
         return [_from_json(entry, path) for entry in listed]
@@ -170,64 +160,9 @@ def _told(counts: Mapping[str, Mapping[str, int]]) -> str:
     return "; ".join(f"{name} {dict(count)}" for name, count in counts.items())
 
 
-# --- rows
-
-
-def _rows(source: Source) -> Iterator[tuple[str, Any]]:
-    """(where, row) of a source."""
-    path = Path(source.path)
-    if not path.is_file() and _looks_like_an_id(source.path):
-        yield from _from_hub(source)
-        return
-    lines = [(n, line) for n, line in enumerate(_text(source.path).split("\n"), 1) if line.strip()]
-    for number, line in lines[: source.limit]:
-        try:
-            yield f"{path}:{number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number} is not valid JSON: {error}") from None
-
-
-def _text(path: str) -> str:
-    """Text of a file; only "\\n" ends a line, since texts hold other separators."""
-    try:
-        return Path(path).read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise FileNotFoundError(f"prompts: {path} does not exist") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from None
-
-
-def _looks_like_an_id(path: str) -> bool:
-    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.endswith(
-        (".jsonl", ".json", ".txt")
-    )
-
-
-def _from_hub(source: Source) -> Iterator[tuple[str, Any]]:
-    try:
-        import datasets
-    except ImportError:
-        raise ImportError(
-            f"{source.path} is no file here; to read it from the Hub: pip install datasets"
-        ) from None
-    split = source.split if source.limit is None else f"{source.split}[:{source.limit}]"
-    try:
-        rows = datasets.load_dataset(source.path, source.subset, split=split)
-    except Exception as error:  # many kinds: connection, unknown id, subset or split
-        raise ValueError(
-            f"{source.path} is no file here, and the Hub's data set could not be read (offline, or another name, "
-            f"subset or split is needed): {type(error).__name__}: {error}"
-        ) from error
-    for number, row in enumerate(rows):
-        yield f"{source.path}[{number}]", row
-
-
-# --- one row
-
-
 def _variants(source: Source, where: str, row: Any, answers: bool) -> tuple[str | None, list[Prompt]]:
     """(reason why the row is left out, or None; its prompts)."""
-    messages, tools = _messages(source, where, row), _tools(where, row)
+    messages, tools = rows.messages(where, row, source.field), rows.tools(where, row)
     if answers and source.suffixes != ("",):
         raise ValueError(f"{source.label}: given answers belong to prompts as they are, without a suffix")
     answered = any(m["role"] == "assistant" for m in messages)
@@ -258,45 +193,6 @@ def _suffixed(messages: list[Mapping[str, Any]], suffix: str) -> list[Mapping[st
     return [
         {**m, "content": m["content"] + suffix} if suffix and i == last else m for i, m in enumerate(messages)
     ]
-
-
-def _messages(source: Source, where: str, row: Any) -> list[Mapping[str, Any]]:
-    fields = (source.field,) if source.field else FIELDS
-    field = next((f for f in fields if isinstance(row, Mapping) and row.get(f) is not None), None)
-    if field is None:
-        had = f"keys {sorted(row)}" if isinstance(row, Mapping) else type(row).__name__
-        raise ValueError(f"{where}: expected an object with {' or '.join(fields)}, got {had}")
-    value = row[field]
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, Sequence) or not items:
-        raise ValueError(f"{where}: {field} must be a text, or a list of turns or messages, got {value!r}")
-    return [_message(where, item) for item in items]
-
-
-def _message(where: str, item: Any) -> Mapping[str, Any]:
-    if isinstance(item, str):
-        item = {"role": "user", "content": item}
-    if isinstance(item, Mapping) and "from" in item and "value" in item:
-        item = {"role": _SHAREGPT.get(item["from"], item["from"]), "content": item["value"]}
-    if not isinstance(item, Mapping) or "role" not in item:
-        raise ValueError(f"{where}: a turn is a text or a message with role and content, got {item!r}")
-    message = {k: v for k, v in item.items() if v is not None}
-    content = message.get("content", "" if message.get("tool_calls") else None)
-    if not isinstance(content, str):
-        raise ValueError(f"{where}: content of a {item['role']} message must be a text, got {content!r}")
-    if item["role"] == "user" and not content.strip():
-        raise ValueError(f"{where}: an empty user turn")
-    return message | {"content": content}
-
-
-def _tools(where: str, row: Any) -> tuple[Mapping[str, Any], ...] | None:
-    tools = row.get("tools") if isinstance(row, Mapping) else None
-    tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-    if not tools:
-        return None
-    if not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools):
-        raise ValueError(f"{where}: tools must be a list of JSON schemas, got {tools!r}")
-    return tuple(tools)
 
 
 def plain(text: str) -> str:

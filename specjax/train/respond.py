@@ -15,13 +15,16 @@ import numpy as np
 
 from specjax import calls
 from specjax.config import Options, positive
-from specjax.progress import line
+from specjax.progress import Say, line
 from specjax.train import contamination, prompts as reading
 from specjax.train.answering import PREFILL_CHUNK, ROUNDS, Encoder, Plan, answer, turns
 from specjax.train.made import TEXTS, about
 from specjax.train.prompts import Prompts
-from specjax.train.store import Store, Writer, load
+from specjax.train.store import Store, load
+from specjax.train.store_files import Writer
 from specjax.types import Params
+
+TOKENISED_AT_ONCE = 1024
 
 
 def prepare(
@@ -89,10 +92,9 @@ def prepare(
         asked = prompts if isinstance(prompts, Prompts) else reading.read(prompts)
         if evaluation is not None:
             asked = contamination.check(asked, evaluation)[0]
-        say(f"tokenising {len(asked):,} prompts")
         encode = Encoder(call.params.meta, chat_template, chat_template_kwargs)
         longest = _longest(call, max_prompt_tokens)
-        asked, first = fitting(asked, encode, longest)
+        asked, first = fitting(asked, encode, longest, say)
         pairs = [(p, s) for p in asked.items for s in range(p.samples or samples or len(call.jobs))]
         plan = Plan(call, encode, first, longest, pairs, lambda prompt: seed_of(seed, prompt))
         _check_samples(plan)
@@ -121,9 +123,14 @@ def seed_of(seed: int, prompt: int) -> int:
     return int.from_bytes(digest[:4], "little") >> 1
 
 
-def fitting(asked: Prompts, encode: Encoder, longest: int) -> tuple[Prompts, dict[int, np.ndarray]]:
+def fitting(asked: Prompts, encode: Encoder, longest: int, say: Say) -> tuple[Prompts, dict[int, np.ndarray]]:
     """(prompts of at most ``longest`` tokens, ids of each one's first turn). ValueError when none is left."""
-    first = {p.id: encode(p.messages[: turns(p)[0] + 1]) for p in asked.items}
+    first: dict[int, np.ndarray] = {}
+    for at in range(0, len(asked), TOKENISED_AT_ONCE):
+        say(f"tokenising prompts: {at:,} of {len(asked):,}")
+        some = asked.items[at : at + TOKENISED_AT_ONCE]
+        ids = encode.several([p.messages[: turns(p)[0] + 1] for p in some])
+        first |= {p.id: i for p, i in zip(some, ids, strict=True)}
     kept = [p for p in asked.items if len(first[p.id]) <= longest]
     if not kept:
         raise ValueError(f"all {len(asked)} prompts are longer than {longest} tokens")

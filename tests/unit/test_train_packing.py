@@ -10,7 +10,7 @@ from train_texts import documents
 
 from specjax.train import packing
 from specjax.train.data import TextData
-from specjax.train.store import Document
+from specjax.train.store_files import Document
 from specjax.train.types import Recipe
 
 

@@ -129,6 +129,8 @@ def test_limits_and_lists_of_sources(tmp_path):
         ({"turns": [" "]}, "an empty user turn"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "must be a text"),
         ({"messages": [{"role": "system", "content": "s"}]}, "no user turn"),
+        ({"turns": ["x"], "tools": "["}, "a.jsonl:1: tools are not valid JSON"),
+        ({"turns": ["x"], "tools": [1]}, "tools must be a list of JSON schemas"),
     ],
 )
 def test_bad_rows(tmp_path, row, message):

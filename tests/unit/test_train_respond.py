@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import specjax
 from specjax import checkpoints, cli, prompts as encoding
 from specjax.core import platform
-from specjax.train import answering, answers, given, prompts, store
+from specjax.train import answering, answers, given, prompts, store, store_files
 from specjax.train.respond import prepare, seed_of
 
 BUDGET, HOT = 10, 8.0
@@ -141,13 +141,13 @@ def test_going_on_after_a_stop(whole, source, tmp_path, monkeypatch, error):
     again = prepare(speaker(), source, tmp_path, **OPTIONS)  # nothing is left to do
     assert again.digest == whole.digest
     assert len(again.meta[0]["runs"]) == 1
-    assert len(store.shard_files(tmp_path)) > 4
+    assert len(store_files.shard_files(tmp_path)) > 4
 
 
 def test_a_full_disk(whole, source, tmp_path, monkeypatch):
     """The error is the disk's; what was written before is whole, and the rest is made anew."""
     monkeypatch.setattr(answering, "SHARD_DOCUMENTS", 4)
-    write_shard, seen = store.Writer.write, []
+    write_shard, seen = store_files.Writer.write, []
 
     def full(self, documents):
         seen.append(len(documents))
@@ -155,10 +155,10 @@ def test_a_full_disk(whole, source, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         write_shard(self, documents)
 
-    monkeypatch.setattr(store.Writer, "write", full)
+    monkeypatch.setattr(store_files.Writer, "write", full)
     with pytest.raises(OSError, match="No space left"):
         prepare(speaker(), source, tmp_path, **OPTIONS)
-    monkeypatch.setattr(store.Writer, "write", write_shard)
+    monkeypatch.setattr(store_files.Writer, "write", write_shard)
     assert len(store.load(tmp_path, partial=True)) == sum(seen[:2])
     assert prepare(speaker(), source, tmp_path, **OPTIONS).digest == whole.digest
 
@@ -305,6 +305,20 @@ def test_raw_prompts(tmp_path):
         )
 
 
+def test_prompts_are_tokenised_together():
+    """The ids are those of each alone; an error names its cause as it would alone."""
+    talks = [[{"role": "user", "content": t}] for t in ("hello 12", "a", "ll é")]
+    talks.append([{"role": "system", "content": "s"}, *talks[0]])
+    for template in (None, tiny_files.CHATML + "12", False):
+        encode = answering.Encoder(speaker().meta, template, None)
+        given_talks = talks[:3] if template is False else talks
+        got = encode.several(given_talks)
+        assert [ids.tolist() for ids in got] == [encode(talk).tolist() for talk in given_talks]
+        assert got[0].dtype == np.int32
+    with pytest.raises(ValueError, match="the chat template failed: no"):
+        answering.Encoder(speaker().meta, "{{ raise_exception('no') }}", None).several(talks)
+
+
 def test_logits_that_are_not_finite(source, tmp_path):
     """The error names the prompt; what was finished is kept."""
     broken = speaker()
@@ -336,12 +350,12 @@ def test_a_real_kill(whole, source, tmp_path):
     command = [sys.executable, "-c", PROGRAM, source, str(tmp_path)]
     process = subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE)
     deadline = time.monotonic() + 300
-    while len(store.shard_files(tmp_path)) < 2 and time.monotonic() < deadline:
+    while len(store_files.shard_files(tmp_path)) < 2 and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    held = len(store.shard_files(tmp_path))
+    held = len(store_files.shard_files(tmp_path))
     assert 2 <= held < 9
     assert len(store.load(tmp_path, partial=True)) == 3 * held
     done = subprocess.run(command, env=os.environ, stdout=subprocess.PIPE, check=True)
@@ -395,7 +409,7 @@ def test_given_answers(tmp_path):
     assert out.meta[0]["kind"] == "given"
     again = given.prepare_given(speaker(), source, tmp_path / "out", verbose=False)
     assert again.digest == out.digest
-    assert len(store.shard_files(tmp_path / "out")) == 1
+    assert len(store_files.shard_files(tmp_path / "out")) == 1
     more = conversations(tmp_path / "c.jsonl", [*TALKS, [("user", "x"), ("assistant", "y")], [("user", "z")]])
     grown = given.prepare_given(speaker(), more, tmp_path / "out", verbose=False)
     assert len(grown) == 3

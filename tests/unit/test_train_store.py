@@ -11,8 +11,8 @@ import train_texts
 from safetensors.numpy import save_file
 from train_texts import META, SAME, documents
 
-from specjax.train import store
-from specjax.train.store import Writer, load
+from specjax.train.store import load
+from specjax.train.store_files import Writer, read_shard
 
 
 def same(a, b) -> bool:
@@ -77,7 +77,7 @@ def test_damaged_shards(tmp_path, damage):
         raw = bytearray(b"hello")
     path.write_bytes(raw)
     if damage == "checksum":
-        arrays = store.read_shard(tmp_path / "texts-000000.safetensors")
+        arrays = read_shard(tmp_path / "texts-000000.safetensors")
         save_file(arrays, path)
     for act in (lambda: load(tmp_path), lambda: Writer(tmp_path, META, SAME).done()):
         with pytest.raises(ValueError, match=r"texts-000001.safetensors is damaged.*Delete the file"):
@@ -136,7 +136,7 @@ def test_one_writer_at_a_time(tmp_path):
     """A second process is refused; one that was killed is no hindrance."""
     code = (
         "import sys; sys.path[:0] = ['tests']\n"
-        "from train_texts import META, SAME\nfrom specjax.train.store import Writer\n"
+        "from train_texts import META, SAME\nfrom specjax.train.store_files import Writer\n"
         f"writer = Writer({str(tmp_path)!r}, META, SAME)\nprint('there', flush=True)\nsys.stdin.read()"
     )
     other = subprocess.Popen(
