@@ -49,9 +49,8 @@ def varies(cfg: Config) -> bool:
 
 
 def NEEDS(cfg: Config) -> TapSpec:
-    """The target's state after its final norm."""
-    del cfg
-    return TapSpec(hidden=True)
+    """The target's state after its final norm, or the residual stream before that norm."""
+    return TapSpec(hidden=True) if cfg.tap is None else TapSpec((cfg.tap,))
 
 
 def init_state(cfg: Config, rows: int, slots: int, q_max: int, dtype: Any) -> State:
@@ -67,7 +66,7 @@ def absorb(p: Weights, shared: Shared, cfg: Config, dstate: State, block: Absorb
     written again.
     """
     embedded = serial.embed(p.embed, shared.embed, block.next_tokens, p.norm.dtype)
-    feature = jnp.asarray(block.hidden, p.norm.dtype)
+    feature = jnp.asarray(block.hidden if cfg.tap is None else block.taps[cfg.tap], p.norm.dtype)
     out, cache = model.run(p, cfg, embedded, feature, serial.absorbed(block), dstate.cache)
     return State(cache, serial.kept(block, out, dstate.feedback))
 

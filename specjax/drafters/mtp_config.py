@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -13,14 +13,18 @@ from specjax.targets import deepseek_config, qwen3, qwen3_5_config
 
 #: Families whose checkpoints have such a layer, by the config of the model it belongs to.
 FAMILIES = (qwen3.Config, qwen3_5_config.Config, deepseek_config.Config)
-_KNOWN = {"family", "model", "k", "drafting", "own_embed", "own_head", "draft_vocab", "eos_ids"}
+_FIELDS = ("k", "drafting", "state", "own_embed", "own_head")
+_KNOWN = {"family", "model", "draft_vocab", "eos_ids", *_FIELDS}
+#: What a layer reads of the target: its state after the final norm, or the residual stream before it.
+Reading = Literal["normed", "raw"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Frozen settings. ``model``: config of the family, of the one layer that drafts; ``vocab_size`` the target's.
 
-    ``draft_ids``: target ids that are drafted, ascending; None: all.
+    ``draft_ids``: target ids that are drafted, ascending; None: all. ``state``: what the layer reads of the target,
+    which has ``layers`` of its own.
     """
 
     family: str
@@ -31,6 +35,13 @@ class Config:
     own_embed: bool = False
     own_head: bool = False
     draft_ids: tuple[int, ...] | None = None
+    state: Reading = "normed"
+    layers: int = 0
+
+    @property
+    def tap(self) -> int | None:
+        """The residual stream that is read; None: the state after the final norm."""
+        return self.layers if self.state == "raw" else None
 
     @property
     def head_rows(self) -> int:
@@ -39,19 +50,28 @@ class Config:
 
     def __post_init__(self):
         check_drafting(self.k, self.drafting)
+        if self.state not in get_args(Reading):
+            raise ValueError(f"state must be one of {get_args(Reading)}, got {self.state!r}")
+        if self.state == "raw" and not self.layers:
+            raise ValueError(
+                "state='raw' needs the number of the target's layers: load the layer from its files"
+            )
 
 
 def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:
     """Config from settings, checked against the target.
 
     ``family`` and ``model``: the model in whose checkpoint the layer lies, by name and config. ``k``, ``drafting``.
+    ``state``: what the layer reads of the target, "normed" (default) or "raw".
     ``own_embed``, ``own_head``: tables that are not the target's. ``draft_vocab``: how many of the lowest ids, or
     which ids, are drafted; ``eos_ids`` are drafted as well.
 
     Raises ValueError for another setting and for whatever does not fit, naming both sides.
     """
     if unknown := sorted(set(settings) - _KNOWN):
-        raise ValueError(f"the MTP drafter has no setting(s) {unknown}; known: draft_vocab, drafting, k")
+        raise ValueError(
+            f"the MTP drafter has no setting(s) {unknown}; known: draft_vocab, drafting, k, state"
+        )
     if not {"family", "model"} <= set(settings):
         raise ValueError("the MTP drafter is part of a target's checkpoint; settings alone are not enough")
     model = settings["model"]
@@ -66,11 +86,12 @@ def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:
             "model"
         )
     check_vocab("mtp", model.vocab_size, target_cfg.vocab_size)
-    given = {key: settings[key] for key in ("k", "drafting", "own_embed", "own_head") if key in settings}
+    given = {key: settings[key] for key in _FIELDS if key in settings}
     out = Config(
         family=settings["family"],
         model=_one_layer(model),
         vocab_size=target_cfg.vocab_size,
+        layers=int(target_cfg.num_layers),
         **given,
     )
     ids = _draft_ids(settings.get("draft_vocab"), settings.get("eos_ids", ()), out.head_rows)

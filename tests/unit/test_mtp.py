@@ -293,9 +293,10 @@ def test_a_cut_head_is_the_head_without_the_other_rows():
 
 
 WRONG = {
-    "unknown": ({"depth": 2}, r"no setting\(s\) \['depth'\]; known: draft_vocab, drafting, k"),
+    "unknown": ({"depth": 2}, r"no setting\(s\) \['depth'\]; known: draft_vocab, drafting, k, state"),
     "k": ({"k": 0}, "k must be a whole number of at least 1, got 0"),
     "drafting": ({"drafting": "random"}, "drafting must be one of"),
+    "state": ({"state": "before"}, r"state must be one of \('normed', 'raw'\), got 'before'"),
     "no number": ({"draft_vocab": "all"}, "a number of ids or a list of ids, got 'all'"),
     "flag": ({"draft_vocab": True}, "a number of ids or a list of ids, got True"),
     "too many": ({"draft_vocab": 9}, r"ids from 0 to 8, the head's are \[0, 7\)"),

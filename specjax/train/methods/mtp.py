@@ -107,8 +107,8 @@ def frozen(cfg: Config) -> tuple[str, ...]:
 
 
 def needs(cfg: Config) -> TapSpec:
-    """The final state, which is both the feature and the teacher's."""
-    return mtp.NEEDS(cfg)
+    """The feature, and the final state for the teacher, which usually are the same."""
+    return mtp.NEEDS(cfg) | TapSpec(hidden=True)
 
 
 def loss(
@@ -143,8 +143,9 @@ def head(p: Weights, shared: Shared, cfg: Config) -> Head:
 
 def feature(p: Weights, cfg: Config, batch: Batch, features: Features) -> Float[Array, "R T D"]:
     """What the first step reads of the target."""
-    del cfg, batch
-    return features.hidden.astype(p.norm.dtype)
+    del batch
+    state = features.hidden if cfg.tap is None else features.taps[cfg.tap]
+    return state.astype(p.norm.dtype)
 
 
 def net(p: Weights, shared: Shared, cfg: Config) -> Net:
