@@ -15,7 +15,7 @@ import numpy as np
 from specjax import calls, checkpoints, generate, prompts as encoding
 from specjax.config import Options, Program, row_bucket, token_bucket
 from specjax.core.loop import Job, Queue, host_state, serve
-from specjax.core.platform import backend, enable_compilation_cache
+from specjax.core.platform import enable_compilation_cache
 from specjax.core.programs import fill_caches
 from specjax.progress import Say
 from specjax.results import NonFiniteError
@@ -163,13 +163,19 @@ def _program(plan: Plan, count: int, rows: int | None) -> Program:
 
 def fitting_rows(program: Program, target: Any) -> int:
     """Rows whose caches take no more than a share of the device's free memory: a power of two."""
-    stats = next(iter(jax.tree.leaves(target)[0].devices())).memory_stats()
-    if backend() == "cpu" or not stats or "bytes_limit" not in stats:
+    free = _free_bytes(target)
+    if free is None:
         return CPU_ROWS
     host = host_state(program, [None])
     per_row = tree_bytes(jax.eval_shape(lambda: fill_caches(program, host)))
-    room = MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]) / per_row
-    return min(MOST_ROWS, 1 << max(0, int(room).bit_length() - 1))
+    return min(MOST_ROWS, 1 << max(0, int(MEMORY_SHARE * free / per_row).bit_length() - 1))
+
+
+def _free_bytes(target: Any) -> int | None:
+    """Free memory of the device that holds the target; None where it is not told."""
+    device = next(iter(jax.tree.leaves(target)[0].devices()))
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
 
 
 class _Run:

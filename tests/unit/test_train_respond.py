@@ -8,6 +8,7 @@ import sys
 import time
 
 import families
+import jax
 import numpy as np
 import pytest
 import tiny_files
@@ -17,8 +18,11 @@ from typer.testing import CliRunner
 import specjax
 from specjax import checkpoints, cli, prompts as encoding
 from specjax.core import platform
-from specjax.train import answering, answers, given, prompts, store, store_files
+from specjax.core.loop import host_state
+from specjax.core.programs import fill_caches
+from specjax.train import answering, answers, given, prompts, respond, store, store_files
 from specjax.train.respond import prepare, seed_of
+from specjax.types import tree_bytes
 
 BUDGET, HOT = 10, 8.0
 #: One program serves most tests: rows, buffer, budget and the switched-on options are the same.
@@ -317,6 +321,18 @@ def test_prompts_are_tokenised_together():
         assert got[0].dtype == np.int32
     with pytest.raises(ValueError, match="the chat template failed: no"):
         answering.Encoder(speaker().meta, "{{ raise_exception('no') }}", None).several(talks)
+
+
+def test_rows_that_fit_the_device(monkeypatch):
+    """A power of two whose caches leave room: by the free memory of the device, where it is told."""
+    call = respond._call(speaker(), {"temperature": [0], "max_new_tokens": 10})
+    program, weights = call.program, speaker().target
+    assert answering.fitting_rows(program, weights) == answering.CPU_ROWS
+    state = jax.eval_shape(lambda: fill_caches(program, host_state(program, [None])))
+    size = tree_bytes(state)
+    for free, rows in ((size, 1), (41 * size, 16), (1 << 50, answering.MOST_ROWS)):
+        monkeypatch.setattr(answering, "_free_bytes", lambda target, free=free: free)
+        assert answering.fitting_rows(program, weights) == rows
 
 
 def test_logits_that_are_not_finite(source, tmp_path):
