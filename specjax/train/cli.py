@@ -11,7 +11,7 @@ import typer
 
 from specjax import cli_options as opt, progress
 
-app = typer.Typer(no_args_is_help=True, help="Make drafters: answers to prompts, training, export.")
+app = typer.Typer()
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the texts.")]
 SOURCES = "A file of JSON lines, a data set of the Hugging Face Hub, or a .json list of sources; repeatable."
@@ -193,3 +193,6 @@ def _tell(store: Any) -> None:
     for run in meta.get("runs", [])[-1:]:
         rate = run["tokens"] / max(run["seconds"], 1e-9)
         typer.echo(f"{run['answers']:,} answers, {run['tokens']:,} tokens, {rate:,.0f} tokens/s")
+
+
+import specjax.train.cli_run  # noqa: E402, F401  (adds the command itself to the app)

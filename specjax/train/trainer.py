@@ -106,10 +106,11 @@ def fit(
         "drafter": repr(cfg),
         "target": shards.identity(params.target, run.pair),
     }
+    opened = None if source is None else source(run.target, run.spread if run.many else None)
     with line(verbose) as say:
         saved = Checkpoints(Path(folder), who | {"data": data.identity} | (identity or {}), resume)
         with contextlib.closing(saved):
-            return _Loop(run, data, source, watch, saved, say).run()
+            return _Loop(run, data, opened, watch, saved, say).run()
 
 
 class _Run:
@@ -157,9 +158,9 @@ class _Loop:
 
     def __init__(self, run: _Run, data: Data, source: Any, watch: Watch, saved: Checkpoints, say: Any):
         self.r, self.data, self.watch, self.saved, self.say = run, data, watch, saved, say
-        self.source = None if source is None else source(run.target, run.spread if run.many else None)
-        if self.source is not None:
-            say(self.source.plan)
+        self.source = source
+        if source is not None:
+            say(source.plan)
         self.began = time.perf_counter()
         self.pending: list[Metrics] = []
         self.tokens, self.clock, self.compiled = 0, self.began, False
