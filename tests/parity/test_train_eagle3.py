@@ -103,7 +103,7 @@ def theirs(found, batch, features, ids: np.ndarray, terms, counted: np.ndarray |
     finally:
         reference_metrics.align_for_step = plain
     loss.backward()
-    return float(loss)
+    return float(loss.detach())
 
 
 def gradients_of(found, folder):

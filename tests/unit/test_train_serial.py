@@ -23,7 +23,7 @@ from specjax.train import evaluate, methods
 
 #: Of states up to 10, after four recycled steps of random networks whose attention is sharp.
 ATOL = 3e-5
-DEFAULT = ("eagle3, reduced", "eagle3, sliding", "mtp", "assistant, two kinds")
+DEFAULT = ("eagle3, sliding", "mtp", "assistant, two kinds")
 
 
 def kinds(default=DEFAULT):
