@@ -86,8 +86,9 @@ def train(
         verbose=verbose,
     )
     if fitted.finished:
-        checkpoints.export(fitted.params, Path(folder) / "drafter", layout=layout)
-        _note(Path(folder) / "drafter", fitted, data, chosen)
+        # in the type it was evaluated in: the folder's drafter is the trainer's, bit for bit
+        checkpoints.export(fitted.params, Path(folder) / "drafter", layout, chosen.dtype)
+        _note(Path(folder), fitted, data, chosen)
     return fitted
 
 
@@ -151,7 +152,7 @@ def _source(module: Any, bare: Pair, cfg: Any, recipe: Recipe, data: TextData, f
 
 
 def _note(folder: Path, fitted: Fitted, data: TextData, recipe: Recipe) -> None:
-    """What the drafter was trained on and how, beside it."""
+    """What the drafter was trained on and how."""
     device = jax.devices()[0]
     said = {
         "recipe": dataclasses.asdict(recipe),

@@ -63,7 +63,7 @@ def test_prompts_to_drafter(target, texts, tmp_path):
     ids = {int(i + offset) for i, offset in enumerate(again.drafter.d2t)}
     assert len(ids) == 40
     assert EOS in ids
-    note = json.loads((tmp_path / "run" / "drafter" / "training.json").read_text())
+    note = json.loads((tmp_path / "run" / "training.json").read_text())
     assert (note["steps"], note["recipe"]["method"]) == (4, "eagle3")
 
 
@@ -147,4 +147,5 @@ def test_one_command(target, tmp_path):
     assert first.exit_code == 0, first.output
     assert "tau" in first.output
     assert "drafter" in first.output
-    assert CliRunner().invoke(cli.app, command).exit_code == 0
+    again = CliRunner().invoke(cli.app, command)
+    assert (again.exit_code, again.output) == (0, first.output)
