@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--methods", nargs="+", default=["dflash", "dspark"])
+    parser.add_argument("--methods", nargs="+", default=["eagle3", "mtp", "assistant", "dflash", "dspark"])
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=448)
     parser.add_argument("--layers", type=int, default=30)
