@@ -76,8 +76,8 @@ def test_shapes_follow_the_target():
     mtp = methods.method("mtp")
     kinds = {name: type(mtp.config({}, c).model) for name, c in cfg.items()}
     assert kinds == {
-        "llama": qwen3_5.Config, "qwen3": qwen3.Config, "hybrid": qwen3_5.Config, "experts": qwen3_5.Config,
-        "latent": deepseek.Config, "gemma3": qwen3_5.Config, "gemma4": qwen3_5.Config,
+        "llama": qwen3.Config, "qwen3": qwen3.Config, "hybrid": qwen3_5.Config, "experts": qwen3_5.Config,
+        "latent": deepseek.Config, "gemma3": qwen3.Config, "gemma4": qwen3.Config,
     }  # fmt: skip
     layer = mtp.config({"heads": 8, "mlp_size": 40}, cfg["llama"]).model
     assert (layer.heads, layer.kv_heads, layer.head_dim, layer.mlp_size) == (8, 2, 8, 40)
@@ -130,7 +130,12 @@ def test_gains_are_those_of_the_family():
     stored = made.target.replace(norm=jnp.full(made.target.norm.shape, 0.5))
     assert np.array_equal(init.final_gain(stored), np.full(made.target.norm.shape, 1.5))
     base, _, p = begun("mtp")
-    np.testing.assert_allclose(1 + p.norm, base.target.norm, rtol=1e-6)
+    assert np.array_equal(p.norm, base.target.norm)
+    hybrid = testing.tiny_params(1, hf=TARGETS["hybrid"])
+    module, cfg = methods.method("mtp"), hybrid.meta.target_cfg
+    shared = registry.target(hybrid.meta.family).shared(hybrid.target, cfg)
+    p = module.init(module.config({}, cfg), hybrid.target, shared, jax.random.key(1))
+    np.testing.assert_allclose(p.norm, hybrid.target.norm, rtol=1e-6, atol=1e-6)
 
 
 def test_assistant_begins_near_the_targets_head():

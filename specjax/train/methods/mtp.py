@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 from specjax.drafters import mtp, mtp_model as model, serial as decoding
 from specjax.drafters.mtp import Config, Weights
 from specjax.layers.rope import RopeConfig, rope_angles
-from specjax.targets import deepseek, qwen3, qwen3_5, qwen3_5_config
+from specjax.targets import deepseek, qwen3, qwen3_5
 from specjax.train import init as initial, serial, shape
 from specjax.train.losses import Transform
 from specjax.train.serial import Head, Net
@@ -36,8 +36,8 @@ def recipe(**changes: Any) -> Recipe:
 
 
 def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:
-    """A layer of the target's own family where that has them, else one of Qwen3.5's kind with a dense feed-forward
-    block, as large as the target's layers.
+    """A layer of the target's own family where that has them, else a dense one of Qwen3's kind, as large as the
+    target's layers.
 
     ``heads``, ``kv_heads``, ``head_dim``, ``mlp_size``: its shape, in the latter case. ``k`` (default 3), ``drafting``,
     ``draft_vocab``, ``eos_ids``, ``own_embed``, ``own_head``: as :func:`specjax.drafters.mtp.config` has them.
@@ -49,7 +49,7 @@ def config(settings: Mapping[str, Any], target_cfg: Any) -> Config:
     sizes = {key: int(given[key]) for key in _SHAPE if key in given}
     family = next((name for name, kind in _FAMILIES.items() if type(target_cfg) is kind), None)
     if family is None or (family == "qwen3" and target_cfg.experts):
-        family, layer = "qwen3_5_text", _layer(target_cfg, sizes)
+        family, layer = "qwen3", _layer(target_cfg, sizes)
     else:
         layer = dataclasses.replace(target_cfg, **sizes)
     rest = {key: given[key] for key in _GIVEN if key in given}
@@ -64,14 +64,14 @@ _FAMILIES: dict[str, type] = {
 }
 
 
-def _layer(target_cfg: Any, sizes: Mapping[str, int]) -> qwen3_5_config.Config:
-    """Config of one dense layer of Qwen3.5's kind for a target of another family; rope over whole heads."""
+def _layer(target_cfg: Any, sizes: Mapping[str, int]) -> qwen3.Config:
+    """Config of one dense Qwen3 layer for a target of another family; rope over whole heads."""
     heads, kv_heads, head_dim = shape.attention(target_cfg)
     found = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "mlp_size": int(target_cfg.mlp_size)}
     found |= sizes
     if found["heads"] % found["kv_heads"]:
         raise ValueError(f"{found['heads']} query heads cannot share {found['kv_heads']} key heads")
-    return qwen3_5_config.Config(
+    return qwen3.Config(
         vocab_size=int(target_cfg.vocab_size),
         hidden_size=int(target_cfg.hidden_size),
         num_layers=1,
@@ -79,12 +79,6 @@ def _layer(target_cfg: Any, sizes: Mapping[str, int]) -> qwen3_5_config.Config:
         eps=float(getattr(target_cfg, "eps", 1e-6)),
         rope=RopeConfig(found["head_dim"], shape.full_attention(target_cfg).rope.theta),
         tied=False,
-        full=(True,),
-        key_heads=1,
-        value_heads=1,
-        key_size=found["head_dim"],
-        value_size=found["head_dim"],
-        conv_taps=2,
         **found,
     )
 
