@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         decode as decode,
         draft_step as draft_step,
         explain as explain,
+        export as export,
         load as load,
         save as save,
         start as start,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "specjax.api": (
-        "load", "save", "cast", "decode", "stream", "chat", "audit", "explain",
+        "load", "save", "export", "cast", "decode", "stream", "chat", "audit", "explain",
         "start", "draft_step", "verify_step",
     ),
     "specjax.core.doctor": ("doctor", "Doctor"),

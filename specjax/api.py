@@ -197,6 +197,36 @@ def save(params: Params, folder: str | Path) -> None:
     checkpoints.orbax.save(params, folder)
 
 
+def export(
+    params: Params,
+    folder: str | Path,
+    layout: str = "own",
+    dtype: str = "bfloat16",
+    *,
+    compact: bool | float = False,
+    target: str | None = None,
+) -> None:
+    """Write the drafter of ``params`` to a folder that :func:`load`, or another library, reads as a drafter.
+
+    Args:
+        params: a target with one drafter that has weights.
+        folder: made whole or not at all. What an earlier call wrote there is replaced; anything else is left alone.
+        layout: ``"own"``, ``"speculators"`` (which vLLM reads), ``"deepspec"``, ``"zlab"``, ``"eagle"``,
+            ``"transformers"`` (assistants) or ``"native"`` (layers for multi-token prediction): docs/formats.md.
+        dtype: of the weights: ``"bfloat16"``, ``"float32"``, ``"float16"`` or ``"same"`` (as they are).
+        compact: store large matrices in about 4.5 bits per weight, or in as many as given (own layout only).
+        target: what the file calls its target; default: what ``params`` were loaded as.
+
+    Settings of use (``k``, ``drafting``, ...) that a layout has no place for are told in a warning.
+
+    Raises:
+        ValueError: the layout cannot hold this drafter (the message says why, and which layouts can); weights that are
+            not finite or do not fit the config.
+        FileExistsError: the folder holds something that was not written by this function.
+    """
+    checkpoints.export(params, folder, layout, dtype, compact, target)
+
+
 def cast(params: Params, dtype: Any) -> Params:
     """Floating leaves in another dtype; integer tables, and what a target always keeps in float32, are left alone."""
     dtype = _dtype(dtype, None)

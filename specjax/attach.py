@@ -268,6 +268,7 @@ def _load(params: Params, ask: Ask, say: Say) -> _Ready:
         eos_ids=meta.eos_ids,
         inside=ask.inside,
         shapes_only=isinstance(lent.embed, jax.ShapeDtypeStruct),
+        target_name=meta.name,
         progress=lambda done, total, name: say(f"loading drafter {source.name}: {done}/{total} {name}"),
     )
     return _Ready(loaded.name, loaded.cfg, loaded.weights, loaded.notes, loaded.made_for)

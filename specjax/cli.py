@@ -1,4 +1,4 @@
-"""Command line: ``specjax generate | chat | explain | demo | doctor``. Calls the public API only.
+"""Command line: ``specjax generate | chat | explain | demo | doctor | convert | train``. Calls the public API only.
 
 Every option is a keyword of :func:`specjax.decode` or :func:`specjax.load` under the same name; an option
 that is not given is not passed on, so defaults live in one place. Standard output carries text (or JSON)
@@ -18,6 +18,7 @@ import typer
 
 import specjax
 from specjax import cli_options as opt, progress
+from specjax.cli_convert import convert
 from specjax.train.cli import app as train
 
 INTERRUPTED, FAILED = 130, 2
@@ -37,6 +38,7 @@ def _version(wanted: bool) -> None:
 
 
 app.add_typer(train, name="train")
+app.command()(convert)
 
 
 @app.callback()

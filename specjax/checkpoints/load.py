@@ -13,6 +13,7 @@ import numpy as np
 from specjax import registry
 from specjax.checkpoints import gguf, gguf_model, safetensors, tokenizer, tree
 from specjax.checkpoints.hub import Source
+from specjax.types import Shared
 
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -50,6 +51,22 @@ def load_target(
         raise ValueError(f"{source.path} was written by specjax.save: read it with checkpoints.orbax.load")
     read = _from_gguf if source.kind == "gguf" else _from_folder
     return read(source.path, dtype, progress, shapes_only)
+
+
+def load_tables(source: Source, dtype: Any) -> tuple[LoadedTarget, Shared]:
+    """A target of shapes, and the embedding and head that it lends: nothing else of its weights is read."""
+    loaded = load_target(source, dtype, shapes_only=True)
+    get, names = _opened(source, loaded.hf_config)
+    module = registry.target(loaded.family)
+    get, names = renamed(get, names, getattr(module, "PREFIXES", {}), str(source.path))
+    specs = module.shared(module.abstract(loaded.cfg), loaded.cfg)
+    return loaded, tree.fill(specs, get, names & {*specs.embed.names, *specs.head.names}, dtype)
+
+
+def _opened(source: Source, hf: Mapping[str, Any]) -> tuple[Callable[[str], Any], set[str]]:
+    if source.kind == "gguf":
+        return gguf_model.reader(gguf.open_file(source.path), hf)
+    return safetensors.reader(source.path)
 
 
 def read_json(path: Path, required: bool = True) -> dict[str, Any]:

@@ -4,10 +4,7 @@ Layout: ``params/`` (orbax pytree ``{"target", "drafter"}``), ``specjax/data.jso
 configs, and shape and type of every array), ``tokenizer/`` (files of ``save_pretrained``; absent without a tokenizer).
 """
 
-import contextlib
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import registry
-from specjax.checkpoints import tokenizer
+from specjax.checkpoints import atomic, tokenizer
 from specjax.checkpoints.hub import ORBAX_META
 from specjax.config import Meta
 from specjax.types import ArraySpec, Params
@@ -36,18 +33,12 @@ def save(params: Params, folder: str | Path) -> None:
     trees = {"target": params.target, "drafter": params.drafter}
     arrays = {path: [x.dtype.name, list(x.shape)] for path, x in _leaves(trees).items()}
     _check(arrays, params.meta, "these params")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temp = folder.with_name(f".{folder.name}.saving-{os.getpid()}")
-    shutil.rmtree(temp, ignore_errors=True)
-    try:
+    with atomic.made(folder) as temp:
         copied = params.meta.tokenizer_id not in ("", tokenizer.BYTES)
         meta = params.meta.to_json() | ({"tokenizer_id": _TOKENIZER} if copied else {})
         _write(temp, trees, {"format": FORMAT, "arrays": arrays, "meta": meta})
         if copied:
             tokenizer.get(params.meta.tokenizer_id).save(temp / _TOKENIZER)
-        _replace(temp, folder)
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)
 
 
 def load(folder: str | Path, shapes_only: bool = False) -> Params:
@@ -149,17 +140,3 @@ def _refuse_foreign(folder: Path) -> None:
         return
     if folder.exists() and not (folder / ORBAX_META).is_file():
         raise FileExistsError(f"{folder} exists and was not written by specjax.save; choose another folder")
-
-
-def _replace(temp: Path, folder: Path) -> None:
-    """Rename ``temp`` to ``folder``; an older checkpoint is put aside first and removed last."""
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        folder.rename(old)
-    try:
-        temp.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -60,6 +60,7 @@ def fill(
         arrays.append(array)
         if progress is not None:
             progress(done + 1, len(leaves), spec.names[0] if spec.names else jax.tree_util.keystr(path))
+    jax.block_until_ready(arrays[-1:])  # a caller may write over what was read
     return jax.tree_util.tree_unflatten(treedef, arrays)
 
 
@@ -67,6 +68,13 @@ def shapes(abstract: Any, dtype: Any) -> Any:
     """The struct ``abstract`` with a ``jax.ShapeDtypeStruct`` at every leaf: nothing is allocated."""
     one = lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype))  # noqa: E731
     return jax.tree.map(one, abstract, is_leaf=_is_spec)
+
+
+def stored_shape(spec: ArraySpec) -> tuple[int, ...]:
+    """Shape of each tensor a file has for an array: heads and their channels are one axis, stacks are apart."""
+    shape, axes = (spec.shape, spec.axes) if len(spec.names) == 1 else (spec.shape[1:], spec.axes[1:])
+    at = next((i for i, axis in enumerate(axes) if axis in ("heads", "kv_heads")), None)
+    return shape if at is None else (*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :])
 
 
 def random_weights(abstract: Any, seed: int, dtype: Any, scale: float = 1.0) -> Any:

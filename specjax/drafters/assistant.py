@@ -16,14 +16,14 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from specjax.drafters import assistant_model as model
-from specjax.drafters.assistant_config import Config, config, tiny
+from specjax.drafters.assistant_config import Config, checked, config, tiny
 from specjax.drafters.assistant_model import Weights, abstract
 from specjax.drafters.pick import pick, sampling
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
 
 __all__ = [
-    "NEEDS", "Config", "State", "Weights", "absorb", "abstract", "config", "draft", "init_state", "min_resume",
-    "tiny", "varies",
+    "NEEDS", "Config", "State", "Weights", "absorb", "abstract", "checked", "config", "draft", "init_state",
+    "min_resume", "tiny", "varies",
 ]  # fmt: skip
 
 

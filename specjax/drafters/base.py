@@ -4,8 +4,10 @@ A drafter proposes tokens and may keep a state of its own. It can only cost spee
 the target decides. Found through :mod:`specjax.registry`, or passed to ``load`` as a module.
 
 Optional functions: ``default`` (see below); ``max_k(cfg)``, the most drafts a round can have, for drafters with
-a limit; ``from_json(data, target_cfg)`` when the config cannot be rebuilt field by field. ``INSIDE = True`` says that
-the weights are part of the target's own files, so that the method's name is enough to ask for it.
+a limit; ``from_json(data, target_cfg)`` when the config cannot be rebuilt field by field; ``checked(cfg, target_cfg)``,
+which gives a config back that fits the target and refuses another; ``adapted(cfg, settings, eos_ids)``, a user's
+settings as fields of a config, where they are not called alike. ``INSIDE = True`` says that the weights are part of
+the target's own files, so that the method's name is enough to ask for it.
 """
 
 from collections.abc import Mapping

@@ -20,15 +20,15 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.core.cache import DenseKV
 from specjax.drafters import body, dflash2, pick
 from specjax.drafters.body import Layer, keys_values, layer_specs, norm, output, queries, turn
-from specjax.drafters.dflash_config import Config, check_k, config, max_k, tiny_fields
+from specjax.drafters.dflash_config import Config, check_k, checked, config, max_k, tiny_fields
 from specjax.layers.attention import attend_parts
 from specjax.layers.linear import linear
 from specjax.layers.rope import rope_angles
 from specjax.types import AbsorbIn, ArraySpec, Ctx, Mode, Proposal, Shared, TapSpec
 
 __all__ = [
-    "NEEDS", "Config", "Weights", "absorb", "abstract", "config", "draft", "init_state", "max_k", "min_resume",
-    "tiny", "varies",
+    "NEEDS", "Config", "Weights", "absorb", "abstract", "checked", "config", "draft", "init_state", "max_k",
+    "min_resume", "tiny", "varies",
 ]  # fmt: skip
 
 State = tuple[DenseKV, ...]

@@ -164,6 +164,12 @@ def _mask_id(mask: Any, own_embed: int | None, target_cfg: Any) -> int:
     return mask
 
 
+def checked(cfg: Config, target_cfg: Any) -> Config:
+    """The config itself; ValueError for a mask token that is outside the embedding."""
+    _mask_id(cfg.mask_id, cfg.own_embed, target_cfg)
+    return cfg
+
+
 def _taps(settings: Mapping[str, Any], target_cfg: Any) -> tuple[int, ...]:
     taps, layers = tuple(int(t) for t in settings["taps"]), target_cfg.num_layers
     trained = settings.get("target_layers")

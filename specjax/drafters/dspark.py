@@ -24,6 +24,7 @@ from specjax.drafters.dflash_config import (
     Config as DFlashConfig,
     check_k,
     check_names,
+    checked,
     fields,
     tiny_fields,
 )
@@ -41,8 +42,8 @@ from specjax.drafters.vocab import check_vocab
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared
 
 __all__ = [
-    "NEEDS", "Config", "Weights", "absorb", "abstract", "config", "draft", "init_state", "max_k", "min_resume",
-    "tiny", "varies",
+    "NEEDS", "Config", "Weights", "absorb", "abstract", "checked", "config", "draft", "init_state", "max_k",
+    "min_resume", "tiny", "varies",
 ]  # fmt: skip
 
 

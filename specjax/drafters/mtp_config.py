@@ -123,6 +123,14 @@ def _draft_ids(asked: Any, eos_ids: Iterable[int], vocab: int) -> tuple[int, ...
     return None if len(ids) == vocab else tuple(sorted(ids))
 
 
+def adapted(cfg: Config, settings: Mapping[str, Any], eos_ids: Iterable[int]) -> dict[str, Any]:
+    """A user's settings as fields of a config that is there: ``draft_vocab`` becomes ``draft_ids``."""
+    out = {key: value for key, value in settings.items() if key != "draft_vocab"}
+    if "draft_vocab" in settings:
+        out["draft_ids"] = _draft_ids(settings["draft_vocab"], eos_ids, cfg.head_rows)
+    return out
+
+
 def most_frequent(texts: Iterable[Sequence[int]], count: int) -> list[int]:
     """The ``count`` token ids that occur most often in ``texts``, ascending; of equally frequent ones the lower.
 

@@ -86,7 +86,9 @@ def rope_config(hf: Mapping[str, Any], dims: int) -> RopeConfig:
         factor=float(p.get("factor", 1.0)),
         low_freq=float(p.get("low_freq_factor", 1.0)),
         high_freq=float(p.get("high_freq_factor", 4.0)),
-        original_max=int(original),
+        original_max=int(original)
+        if kind in ("llama3", "yarn")
+        else RopeConfig.original_max,  # of no use elsewhere
         beta_fast=float(p.get("beta_fast") or 32.0),
         beta_slow=float(p.get("beta_slow") or 1.0),
         attention_factor=_attention_factor(kind, p),

@@ -125,7 +125,7 @@ def test_what_a_file_says(tmp_path):
     for cfg in (eagle.cfg, spark.cfg):
         assert (cfg.body.kv_heads, cfg.body.head_dim, cfg.body.scale) == (1, 16, 1.0)
         assert (cfg.body.flavour, cfg.body.values_from_keys) == ("gemma4", True)
-        assert cfg.body.rope == RopeConfig(4, 100.0, "proportional", original_max=256, span=16)
+        assert cfg.body.rope == RopeConfig(4, 100.0, "proportional", span=16)
     plain = load(tmp_path / "p", DFLASH | APART, ref.tensors(DFLASH | APART), k=2)
     assert (plain.name, plain.cfg.k, plain.cfg.body.kv_heads) == ("dflash", 2, 2)
     assert not plain.cfg.body.values_from_keys

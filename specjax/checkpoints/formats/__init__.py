@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 #: Modules tried in this order; the first whose ``matches`` says yes reads the folder.
-FORMATS = ("speculators", "deepspec", "zlab", "transformers_dflash", "eagle", "assistant", "model")
+FORMATS = ("own", "speculators", "deepspec", "zlab", "transformers_dflash", "eagle", "assistant", "model")
 
 #: Methods whose weights are part of a model's folder: read so only when they are asked for by name.
 PARTS = ("mtp",)
@@ -23,7 +23,8 @@ EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
 class Files:
     """An opened drafter folder: its config, the shapes of its tensors, and a way to read one.
 
-    ``target`` is the config of the target the drafter is loaded for.
+    ``target`` is the config of the target the drafter is loaded for, ``target_name`` what that is called.
+    ``generation``: what ``generation_config.json`` says, if it is there.
     """
 
     where: str
@@ -31,6 +32,8 @@ class Files:
     shapes: Mapping[str, tuple[int, ...]]
     get: Callable[[str], Any]
     target: Any
+    target_name: str = ""
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Found:
     "(setting=...)" is left out when the user gives that setting. ``made_for``: the target it
     names ("" = none). ``borrows``: embedding and head may be the target's; ``own_embed`` and ``own_head`` are
     then added to the settings. ``part``: the folder holds more than the drafter. ``called``: other
-    methods that a request may name and mean this one.
+    methods that a request may name and mean this one. ``cfg``: the drafter's config, where the file has it whole;
+    ``settings`` are empty then. ``get``: reads a tensor, where it is not stored as it is used.
     """
 
     method: str
@@ -56,6 +60,8 @@ class Found:
     borrows: bool = True
     part: bool = False
     called: tuple[str, ...] = ()
+    cfg: Any = None
+    get: Callable[[str], Any] | None = None
 
 
 def detect(files: Files, method: str | None = None, inside: bool = False) -> Found:
@@ -71,15 +77,19 @@ def detect(files: Files, method: str | None = None, inside: bool = False) -> Fou
         module = importlib.import_module(f"{__name__}.{name}")
         if module.matches(files.hf):
             return module.read(files)
+    for name in PARTS:  # in a folder of its own
+        module = importlib.import_module(f"{__name__}.{name}")
+        if module.held(files):
+            return module.read(files)
     said = {
         key: files.hf[key]
         for key in ("model_type", "architectures", "speculators_model_type")
         if key in files.hf
     }
     raise ValueError(
-        f"{files.where}: no known drafter format; its config says {said}. Known: EAGLE-3, DFlash and DSpark in the "
-        "layouts of speculators, DeepSpec, z-lab and SpecForge, Gemma 4 assistants, layers for multi-token prediction "
-        "(when asked for as mtp), and any supported target family as a draft model"
+        f"{files.where}: no known drafter format; its config says {said}. Known: specjax's own, EAGLE-3, DFlash and "
+        "DSpark in the layouts of speculators, DeepSpec, z-lab and SpecForge, Gemma 4 assistants, layers for "
+        "multi-token prediction, and any supported target family as a draft model"
     )
 
 

@@ -2,7 +2,8 @@
 
 Conventions: ``text_config`` describes the layers, of which the file holds queries and outputs only; keys and values
 are the target's. ``model.embed_tokens`` is the output head, and is never read as an embedding. With
-``use_ordered_embeddings`` the head scores clusters of tokens first: ``masked_embedding``.
+``use_ordered_embeddings`` the head scores clusters of tokens first: ``masked_embedding``. How many tokens to draft
+may be in ``generation_config.json``.
 """
 
 from collections.abc import Mapping
@@ -40,7 +41,9 @@ def read(files: Files) -> Found:
     if missing:
         raise ValueError(f"{files.where}: the config lacks {missing}")
     text = dict(said["text_config"])
-    notes = [f"the file does not state how many tokens to draft; {DEFAULT_K} is assumed (k=...)"]
+    notes, drafts = [], files.generation.get("num_assistant_tokens")
+    if drafts is None:
+        notes.append(f"the file does not state how many tokens to draft; {DEFAULT_K} is assumed (k=...)")
     if text.get("final_logit_softcapping"):
         notes.append(
             f"final_logit_softcapping is {text['final_logit_softcapping']}, which transformers' assistant does not "
@@ -49,6 +52,7 @@ def read(files: Files) -> Found:
     settings = {
         "text": text,
         "backbone_hidden_size": int(said["backbone_hidden_size"]),
+        **({} if drafts is None else {"k": int(drafts)}),
         **_clusters(files, said, int(text.get("vocab_size", 262144))),
     }
     names, skipped = _names(files, bool(said.get("tie_word_embeddings", True)))

@@ -24,8 +24,10 @@ from specjax.checkpoints.formats import (
     deepspec,
     deepspec_gemma4,
     mtp,
+    own,
 )
 from specjax.checkpoints.formats.vocabulary import D2T
+from specjax.checkpoints.tree import stored_shape
 from specjax.drafters import (
     assistant_config,
     assistant_model,
@@ -82,7 +84,7 @@ def _shapes(hf: Mapping[str, Any], target: Any, method: str | None, inside: bool
     kind = str(hf.get("speculators_model_type"))
     if name == "speculators" and kind == "mtp":
         return _mtp(hf, target)
-    readers = {"eagle": _eagle, "assistant": _assistant, "model": _model}
+    readers = {"own": _own, "eagle": _eagle, "assistant": _assistant, "model": _model}
     if name == "deepspec":
         classes = (deepspec.CLASSES[n] for n in hf["architectures"] if n in deepspec.CLASSES)
         return (_eagle if next(classes)[0] == "deepspec_eagle3" else _block)(hf, target)
@@ -94,17 +96,12 @@ def _shapes(hf: Mapping[str, Any], target: Any, method: str | None, inside: bool
 def _of(specs: Any) -> Shapes:
     """Every tensor of a tree of specs, as files have it."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ArraySpec))
-    return {
-        name: _flat(spec) if len(spec.names) == 1 else spec.shape[1:] for spec in leaves for name in spec.names
-    }
+    return {name: stored_shape(spec) for spec in leaves for name in spec.names}
 
 
-def _flat(spec: ArraySpec) -> tuple[int, ...]:
-    """Heads and their channels are one axis in a file."""
-    at = next((i for i, axis in enumerate(spec.axes) if axis in ("heads", "kv_heads")), None)
-    if at is None:
-        return spec.shape
-    return (*spec.shape[:at], spec.shape[at] * spec.shape[at + 1], *spec.shape[at + 2 :])
+def _own(hf: Mapping[str, Any], target: Any) -> Shapes:
+    method, cfg = own.frozen("the config", hf, target)
+    return _of(registry.drafter(method).abstract(cfg))
 
 
 def _model(hf: Mapping[str, Any], target: Any) -> Shapes:

@@ -13,6 +13,7 @@ from typing import Any
 
 from specjax import registry
 from specjax.checkpoints.formats import EMBED, Files, Found
+from specjax.checkpoints.formats.speculators_dflash import verifier
 from specjax.checkpoints.load import family_module
 from specjax.targets.hf import text_part
 
@@ -67,6 +68,7 @@ def read(files: Files) -> Found:
         settings={"family": hf["model_type"], "model": model, "k": _proposed(files.hf) or stated},
         names=modules[0],
         notes=tuple(notes),
+        made_for=verifier(files.hf),
         part=True,
     )
 

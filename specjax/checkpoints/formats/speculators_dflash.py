@@ -42,6 +42,7 @@ def body(files: Files, more: set[str]) -> tuple[dict[str, Any], dict[str, str], 
             f"{files.where} was made for a target of width {hf['target_hidden_size']}, this one has "
             f"{files.target.hidden_size}"
         )
+    slides = block.sliding(shape, shape["num_hidden_layers"])
     settings = {
         "transformer": shape,
         "layout": layout(hf, notes),
@@ -49,23 +50,34 @@ def body(files: Files, more: set[str]) -> tuple[dict[str, Any], dict[str, str], 
         "mask_id": hf.get("mask_token_id"),
         "taps": _taps(files, notes),
         "vocab_size": inner.get("vocab_size"),
-        "causal": _causal(hf, block.sliding(shape, shape["num_hidden_layers"])),
-        "window_from": "anchor",
+        "causal": _causal(hf, slides),
+        "window_from": "anchor" if any(slides) else "row",
         **block.tensors(files, names, hf.get("draft_vocab_size"), inner.get("vocab_size")),
     }
-    return settings, names, tuple(notes)
+    return settings | _drafts(hf, settings), names, tuple(notes)
+
+
+def _drafts(hf: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, int]:
+    """Drafts per round the file proposes, where its blocks have as many."""
+    k = _proposed(hf)
+    most = settings["block_size"] - (settings["layout"] == "fill")
+    return {"k": k} if isinstance(k, int) and 1 <= k <= most else {}
+
+
+def _proposed(hf: Mapping[str, Any]) -> Any:
+    methods = (hf.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return methods[0].get("speculative_tokens")
 
 
 def layout(hf: Mapping[str, Any], notes: list[str]) -> str:
     """From ``sample_from_anchor``; in its absence from the number of tokens the file proposes."""
     if hf.get("sample_from_anchor") is not None:
         return "shift" if hf["sample_from_anchor"] else "fill"
-    methods = (hf.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    shift = methods[0].get("speculative_tokens") == hf.get("block_size", 8)
+    shift = _proposed(hf) == hf.get("block_size", 8)
     found = "shift" if shift else "fill"
     notes.append(
         f"the file does not state its block layout (sample_from_anchor); {found!r} is assumed from "
-        f"{methods[0].get('speculative_tokens')} proposed tokens of a block of {hf.get('block_size', 8)}: compare "
+        f"{_proposed(hf)} proposed tokens of a block of {hf.get('block_size', 8)}: compare "
         "acceptance with the other"
     )
     return found
