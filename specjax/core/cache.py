@@ -167,14 +167,28 @@ class RingKV:
         valid: Int[Array, " B"],
         mode: Mode,
     ):
-        """Attend to the old ring and the block side by side, then write the block's last valid rows."""
-        del mode
+        """In prefill, attend to the old ring and the block side by side, then write the block's last valid rows.
+
+        A verified block takes slots that hold nothing any of its rows can see, so it is written first and the ring
+        alone is read: its size is not needed a second time, and where a key lies does not depend on the block.
+        """
         k, v = laid_out(k, v, self.k.dtype)
+        if mode == "verify":
+            ring = self._put(k, v, pos, valid)
+            return ring.k, ring.v, ring.pos, ring
         stale = self.pos >= pos[:, :1]  # rejected entries about to be replaced by this block
         in_block = jnp.arange(pos.shape[1]) < valid[:, None]
         key_pos = jnp.concatenate([jnp.where(stale, -1, self.pos), jnp.where(in_block, pos, -1)], 1)
         keys, values = jnp.concatenate([self.k, k], 2), jnp.concatenate([self.v, v], 2)
         return keys, values, key_pos, self._write(k, v, pos[:, 0], valid)
+
+    def _put(self, k, v, pos, valid):
+        """The ring with a block of at most its width written in place."""
+        rows, slots = jnp.arange(pos.shape[0])[:, None], self.pos.shape[1]
+        slot = jnp.where(jnp.arange(pos.shape[1]) < valid[:, None], pos % slots, slots)  # beyond the last: nowhere
+        at = lambda x: x.at[rows, :, slot]  # noqa: E731
+        put = lambda x, block: at(x).set(block.swapaxes(1, 2), mode="drop", unique_indices=True)  # noqa: E731
+        return RingKV(put(self.k, k), put(self.v, v), self.pos.at[rows, slot].set(pos, mode="drop"))
 
     def _write(self, k, v, start, valid):
         slots = self.pos.shape[1]

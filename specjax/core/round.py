@@ -224,8 +224,12 @@ def prefill(
     unembed = functools.partial(target.unembed, weights[0], cfg)
     verdict = accept(hidden, unembed, empty, empty.count, ends, state, rule, logprobs)
     state = commit(dataclasses.replace(state, target=out.cache), verdict)
-    following = jnp.take_along_axis(state.tokens, jnp.minimum(pos + 1, last), 1)
-    return _absorb(pair, weights, state, block, following, pos, valid, out, "extend"), verdict
+    # both from the state after: a drafter that reads tokens alone waits for the target, else XLA runs the two side by
+    # side and needs their temporaries at once
+    tokens, following = (
+        jnp.take_along_axis(state.tokens, jnp.minimum(at, last), 1) for at in (pos, pos + 1)
+    )
+    return _absorb(pair, weights, state, tokens, following, pos, valid, out, "extend"), verdict
 
 
 def finish(state: State, rows: Array) -> State:

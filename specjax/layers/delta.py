@@ -17,6 +17,8 @@ from einops import rearrange, repeat
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.layers.loop import scan_into
+
 CHUNK = 64
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -105,7 +107,7 @@ def chunk_delta(
         k * jnp.exp(total[..., -1:] - total)[..., None],
         jnp.exp(total[..., -1]),
     )
-    state, out = jax.lax.scan(_chunk, state, parts)
+    state, out = scan_into(_chunk, state, parts, parts[0])
     return rearrange(out, "n b h s c -> b (n s) h c")[:, :width], state
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.kernels import dispatch
 from specjax.layers.linear import linear, precision_of
+from specjax.layers.loop import scan_into
 
 _TILE_MIN, _TILE_MAX = 8, 128
 
@@ -82,10 +83,10 @@ def _tiled(x, ids, gate, up, down, activation) -> Float[Array, "N k D"]:
         return jax.lax.cond(args[0], one, lambda _: jnp.zeros((tile, x.shape[1]), jnp.float32), args[1:])
 
     # a branch costs a GPU more than an empty tile does: it is taken on the host
-    if jax.default_backend() == "cpu":
-        out = jax.lax.map(some, (jnp.arange(n_tiles) < used, tile_expert, rows))
-    else:
-        out = jax.lax.map(one, (tile_expert, rows))
+    cpu = jax.default_backend() == "cpu"
+    tiles = (jnp.arange(n_tiles) < used, tile_expert, rows) if cpu else (tile_expert, rows)
+    run = some if cpu else one
+    _, out = scan_into(lambda _, at: ((), run(at)), (), tiles, rows.astype(jnp.float32))
     return out.reshape(n_tiles * tile, -1)[slot].reshape(*ids.shape, -1)
 
 
