@@ -60,7 +60,6 @@ def fill(
         arrays.append(array)
         if progress is not None:
             progress(done + 1, len(leaves), spec.names[0] if spec.names else jax.tree_util.keystr(path))
-    jax.block_until_ready(arrays[-1:])  # a caller may write over what was read
     return jax.tree_util.tree_unflatten(treedef, arrays)
 
 
@@ -163,7 +162,7 @@ class _Reader:
         x = self.get(name)
         if not _regroups(x.shape, shape):
             raise self._misshapen(name, x.shape, shape)
-        return self._cast(np.asarray(x).reshape(shape), name, spec)
+        return _apart(self._cast(np.asarray(x).reshape(shape), name, spec), x)
 
     def _fused(self, spec: ArraySpec, name: str) -> np.ndarray:
         whole, need = self.get(name), spec.shape
@@ -171,7 +170,7 @@ class _Reader:
             need = (spec.shape[0], self.fused_rows[name], *spec.shape[2:])
         if tuple(whole.shape) != need:
             raise self._misshapen(name, whole.shape, need)
-        return np.asarray(whole if spec.rows is None else whole[:, slice(*spec.rows)])
+        return _apart(np.asarray(whole if spec.rows is None else whole[:, slice(*spec.rows)]), whole)
 
     def _misshapen(self, name: str, found: tuple[int, ...], need: tuple[int, ...]) -> ValueError:
         return ValueError(f"{self.where}: {name} has shape {tuple(found)}, this model needs {tuple(need)}")
@@ -189,6 +188,12 @@ class _Reader:
                 f"{self.where}: {name} holds values beyond the range of float16; load it in bfloat16 or float32"
             )
         return out
+
+
+def _apart(out: np.ndarray, source: Any) -> np.ndarray:
+    """``out`` in memory of its own: jax takes an aligned array of the host as it is, and a caller may write over one it
+    gave."""
+    return out.copy() if isinstance(source, np.ndarray) and np.may_share_memory(out, source) else out
 
 
 def _regroups(found: tuple[int, ...], need: tuple[int, ...]) -> bool:
