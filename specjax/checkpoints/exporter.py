@@ -20,11 +20,8 @@ DTYPES = ("bfloat16", "float32", "float16", "same")
 #: Settings of use, not of a drafter's network, and what they are if nobody says otherwise: lost where a layout has no
 #: place for them, which is told.
 _USE: dict[str, Any] = {
-    "k": None,
-    "drafting": "probabilistic",
-    "confidence_threshold": 0.0,
-    "draft_ids": None,
-}
+    "k": None, "drafting": "probabilistic", "confidence_threshold": 0.0, "draft_ids": None, "state": "normed",
+}  # fmt: skip
 #: Whether tables are the drafter's own: a copy of the target's that had to be written is not known as one when cut.
 _TABLES = {"own_embed", "own_head", "embed_rows"}
 

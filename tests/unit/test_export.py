@@ -282,6 +282,12 @@ def test_what_a_layout_has_no_place_for_is_told(tmp_path):
         specjax.export(params, tmp_path / "a", "deepspec")
     specjax.export(params, tmp_path / "b")
     assert read(params, tmp_path / "b").cfg == params.meta.drafter_cfg
+    params = layer("hybrid", k=1, draft_vocab=[1, 2, 5], state="raw")
+    with pytest.warns(
+        UserWarning, match=r"speculators layout has no place for .*draft_vocab=\(3 ids\)"
+    ) as told:
+        specjax.export(params, tmp_path / "c", "speculators")
+    assert "state='raw'" in str(told[0].message)
 
 
 BAD = {
