@@ -66,6 +66,7 @@ KINDS: dict[str, Callable[[], Params]] = {
     "eagle3, gemma": _gemma,
     "mtp": _mtp,
     "mtp, cut": functools.partial(_mtp, draft_ids=(0, 2, 3, 6)),
+    "mtp, raw": functools.partial(_mtp, state="raw"),
     "mtp, experts": functools.partial(_mtp, HYBRID_MOE),
     "mtp, latent": functools.partial(_mtp, LATENT),
     "mtp, qwen3": functools.partial(_mtp, QWEN3),
