@@ -214,7 +214,8 @@ def export(
         layout: ``"own"``, ``"speculators"`` (which vLLM reads), ``"deepspec"``, ``"zlab"``, ``"eagle"``,
             ``"transformers"`` (assistants) or ``"native"`` (layers for multi-token prediction): docs/formats.md.
         dtype: of the weights: ``"bfloat16"``, ``"float32"``, ``"float16"`` or ``"same"`` (as they are).
-        compact: store large matrices in about 4.5 bits per weight, or in as many as given (own layout only).
+        compact: store large matrices in about 4.5 bits per weight, or in as many as given, and vectors in 16 bits,
+            whatever ``dtype`` (own layout only).
         target: what the file calls its target; default: what ``params`` were loaded as.
 
     Settings of use (``k``, ``drafting``, ...) that a layout has no place for are told in a warning.

@@ -127,6 +127,10 @@ def _from_gguf(path: Path, dtype: Any, progress: tree.Progress | None, shapes_on
 def family_module(hf: Mapping[str, Any], where: Any) -> Any:
     """The family module of a config. Only registered names: a file must not choose what is imported."""
     family = hf.get("model_type")
+    if family is None and {"specjax_drafter", "speculators_model_type"} & set(hf):
+        raise ValueError(
+            f"{where} holds a drafter, not a model: load its target, with drafter={str(where)!r}"
+        )
     if family not in registry.TARGETS:
         raise ValueError(
             f"{where}: model_type {family!r} is not a supported target family; known: {', '.join(registry.TARGETS)}"

@@ -326,7 +326,8 @@ def test_blocks_in_the_dflash_package(base, case, tmp_path):
         written_alike(tmp_path / "mine", model, tmp_path / "theirs")
 
 
-@pytest.mark.parametrize("case", ["keys_are_values", pytest.param("shared_layers", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("case", ["keys_are_values", "shared_layers"])
 def test_assistants_in_transformers(case, tmp_path):
     """TRN.3, PEER.21: logits of every draft, which transformers reads from the target's keys and values."""
     kind, more = assistants.CASES[case]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import mtp_files
 import numpy as np
 import pytest
+import tiny_files
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
@@ -46,7 +47,8 @@ def made(base: Params, method: str, settings) -> Params:
 
 
 def rounded(x):
-    return x.astype(jnp.bfloat16).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    x = np.asarray(x)  # on the host: nothing is compiled
+    return jnp.asarray(x.astype(jnp.bfloat16).astype(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def eagle(layers=(), **more):
@@ -174,7 +176,8 @@ def read(params: Params, folder, **settings) -> checkpoints.LoadedDrafter:
 def same(a, b) -> bool:
     """Structs of equal arrays."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()) and x.dtype == y.dtype, a, b))
+    pairs = zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (a, b)), strict=True)
+    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 
 def export(params, folder, layout="own", dtype="float32", **more):
@@ -463,6 +466,12 @@ def test_configs_that_are_not_ours(change, said, tmp_path):
         read(params, tmp_path / "a")
 
 
+def test_a_drafter_is_no_target(tmp_path):
+    specjax.export(block(), tmp_path / "a")
+    with pytest.raises(ValueError, match="a holds a drafter, not a model: load its target, with drafter="):
+        specjax.load(tmp_path / "a")
+
+
 def test_a_tensor_that_is_missing(tmp_path):
     """PEER.16."""
     params = block()
@@ -560,6 +569,28 @@ def test_convert_on_the_command_line(tmp_path):
     )
     small = CliRunner().invoke(cli.app, [*words[:2], str(tmp_path / "c"), *words[3:5], "--compact"])
     assert small.exit_code == 0, small.output
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf", "orbax", "tied"])
+def test_targets_lend_their_tables_alone(kind, tmp_path):
+    """PEER.16: whatever files the target has, the copies are its own tables, bit for bit."""
+    hf = tiny_files.config(num_hidden_layers=3, tie_word_embeddings=kind == "tied")
+    arrays = tiny_files.tensors(hf)
+    place = tiny_files.folder(tmp_path / "t", hf, arrays)
+    base = specjax.load(place, dtype="float32")
+    if kind == "gguf":
+        place = tiny_files.gguf_file(tmp_path / "t.gguf", hf, arrays)
+    if kind == "orbax":
+        place = tmp_path / "o"
+        specjax.save(base, place)
+    layers = LAYER | {"vocab_size": 64, "num_hidden_layers": 1}
+    settings = {"transformer": layers, "taps": (0, 1, 2), "qk_norm": True, "own_head": False}
+    specjax.export(made(base, "eagle3", settings), tmp_path / "d")
+    checkpoints.convert(tmp_path / "d", tmp_path / "s", place, "speculators", "same")
+    held = load_file(tmp_path / "s" / "model.safetensors")
+    np.testing.assert_array_equal(held["embed_tokens.weight"], arrays["model.embed_tokens.weight"])
+    head = "model.embed_tokens.weight" if kind == "tied" else "lm_head.weight"
+    np.testing.assert_array_equal(held["lm_head.weight"], arrays[head])
 
 
 def test_names_of_targets(tmp_path):
