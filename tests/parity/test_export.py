@@ -23,7 +23,7 @@ from safetensors import safe_open
 import specjax
 from specjax import checkpoints, registry, testing
 from specjax.checkpoints.writers.tensors import named
-from specjax.drafters import dflash, dspark, eagle3, mtp
+from specjax.drafters import dflash, dspark, eagle3, mtp, mtp_model, serial
 from specjax.types import ArraySpec
 
 LONG = pytest.mark.long
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:
 #: Keys that packages add and nobody reads: versions, classes of their own, and the older spelling of rope.
 APART = {"auto_map", "transformers_version", "rope_theta", "rope_scaling", "partial_rotary_factor"}
 #: Defaults of transformers that say nothing of a drafter.
-UNSAID = {"bos_token_id", "eos_token_id", "pad_token_id"}
+UNSAID = {"bos_token_id", "eos_token_id", "pad_token_id", "router_aux_loss_coef", "output_router_logits"}
 
 
 def drafted(base, method: str, cfg, ids=None):
@@ -293,17 +293,19 @@ def test_mtp_in_speculators(base, kind, tmp_path):
 
 
 def mtp_rows(params, embedded, feature):
-    """Output of the layer at every position, one pass each."""
-    from specjax.drafters import mtp_model, serial
+    """Output of the layer at every position."""
+    cfg, n = params.meta.drafter_cfg, embedded.shape[1]
+    pos, every = jnp.arange(n, dtype=jnp.int32)[None], jnp.full((1,), n, jnp.int32)
 
-    cfg, out = params.meta.drafter_cfg, []
-    embedded, feature = jnp.asarray(embedded), jnp.asarray(feature)
-    for n in range(1, 10):
-        pos, every = jnp.arange(n, dtype=jnp.int32)[None], jnp.full((1,), n, jnp.int32)
-        place = serial.Place(pos=pos, valid=every, last=every - 1, mode="extend")
+    @jax.jit
+    def row(last):
+        place = serial.Place(pos=pos, valid=every, last=last, mode="extend")
         kv = mtp_model.create_cache(cfg, 1, n, jnp.float32)
-        out.append(mtp_model.run(params.drafter, cfg, embedded[:, :n], feature[:, :n], place, kv)[0][0])
-    return np.stack(out)
+        return mtp_model.run(params.drafter, cfg, jnp.asarray(embedded), jnp.asarray(feature), place, kv)[0][
+            0
+        ]
+
+    return np.stack([row(jnp.full((1,), i, jnp.int32)) for i in range(n)])
 
 
 ZLAB = {
