@@ -231,3 +231,26 @@ def speculator_rows(model, teacher, monkeypatch, anchors=(2, 11)):
         )
     split = lambda x: x.reshape(len(anchors), model.block_size, -1)  # noqa: E731
     return taps, ids[0], split(hidden), split(logits)
+
+
+def first_row(model, monkeypatch) -> int:
+    """Which row of a block the library trains to predict the token after the anchor: the one whose teacher is the
+    target's prediction at the anchor. The target's states tell their position, and its head reads it."""
+    from speculators.models.dflash import core
+
+    anchor, total = 7, 20
+    with torch.no_grad():
+        model.verifier_norm.weight.fill_(1)
+        model.verifier_lm_head.weight.copy_(torch.eye(*model.verifier_lm_head.weight.shape))
+    fixed = torch.tensor([anchor]), torch.ones(1, dtype=torch.bool)
+    monkeypatch.setattr(core, "select_anchors", lambda *args: fixed)
+    with torch.no_grad():
+        teacher = model._backbone_forward(
+            torch.zeros(1, total, len(model.target_layer_ids) * WIDTH),
+            torch.zeros(1, total, dtype=torch.long),
+            torch.ones(1, total),
+            torch.eye(total, WIDTH)[None],
+            torch.zeros(1, total, dtype=torch.long),
+            max_anchors=1,
+        )[2]
+    return teacher[0].argmax(-1).tolist().index(anchor)

@@ -149,7 +149,8 @@ SPECULATORS = {
 
 @pytest.mark.parametrize("case", SPECULATORS)
 def test_speculators_rows_and_logits(params, tmp_path, monkeypatch, case):
-    """TAP.1: ids are inputs of layers. VOC.1: the head is over the reduced vocabulary."""
+    """TAP.1: ids are inputs of layers. VOC.1: the head is over the reduced vocabulary. CKP.1: drafts come from the rows
+    that the library trains for them."""
     kind, more = SPECULATORS[case]
     model = ref.speculator(kind, **more)
     taps, ids, hidden, logits = ref.speculator_rows(model, target(), monkeypatch)
@@ -158,6 +159,7 @@ def test_speculators_rows_and_logits(params, tmp_path, monkeypatch, case):
     assert found.cfg.taps == (1, 2)
     assert found.cfg.draft_vocab == more.get("draft_vocab")
     first = found.cfg.first
+    assert first == ref.first_row(model, monkeypatch)
     for i, anchor in enumerate((2, 11)):
         ours = ref.Block(loaded).run(taps[:anchor], int(ids[anchor]), 5 - first)
         ref.close(ours[0], hidden[i, first:])

@@ -48,7 +48,8 @@ def proposal(p, shared, cfg, k, taps, anchor, temperature, keys):
 
 @pytest.mark.parametrize("case", CASES)
 def test_heads_of_speculators(params, tmp_path, monkeypatch, case):
-    """Teacher-forced with our drafts, the library gives our q, our greedy choice and our confidences."""
+    """Teacher-forced with our drafts, the library gives our q, our greedy choice and our confidences. CKP.1: from the
+    rows that it trains for them."""
     more = {"markov_rank": 6, "sample_from_anchor": True, **CASES[case]}
     model = ref.speculator("dspark", **more)
     anchor = 11
@@ -57,6 +58,7 @@ def test_heads_of_speculators(params, tmp_path, monkeypatch, case):
     cfg = found.cfg
     assert (found.name, cfg.markov.kind) == ("dspark", more.get("markov_head_type", "vanilla"))
     first, k = cfg.first, dspark.max_k(cfg)
+    assert first == ref.first_row(model, monkeypatch)
     block = ref.Block(loaded)
     rows, unary = block.run(taps[:anchor], int(ids[anchor]), k)
     ref.close(rows, hidden[1, first:])
