@@ -93,7 +93,8 @@ def _read_back(given: Given, layout: str, folder: Path) -> None:
     lent = given.target.shared
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lent.embed, lent.head)]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what our own reader does not expect is a fault of the writer
+        # what our own reader does not expect is a fault of the writer
+        warnings.filterwarnings("error", category=UserWarning, module=r"specjax\.")
         found = load_drafter(
             hub.Source("folder", folder, str(folder)),
             given.target.cfg,

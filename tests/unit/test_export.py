@@ -276,6 +276,16 @@ def test_old_and_new_readers_of_rope_agree(case, form, tmp_path):
     assert read(params, tmp_path / "a").cfg == params.meta.drafter_cfg
 
 
+@pytest.mark.parametrize(
+    ("case", "both_ways"),
+    [("dflash", True), ("dflash, anchor window", True), ("dspark, gated, windows", False)],
+)
+def test_directions_of_blocks(case, both_ways, tmp_path):
+    """TAP.6: blocks of full layers are not taken for causal ones by readers that give the flag to every layer."""
+    export(CASES[case][0](), tmp_path / "a", "speculators")
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["sliding_window_non_causal"] == both_ways
+
+
 def test_what_a_layout_has_no_place_for_is_told(tmp_path):
     """Settings of use are not refused, and not lost in silence."""
     params = block("dspark", layout="shift", **HEADS, confidence_threshold=0.5, drafting="greedy", k=2)

@@ -65,7 +65,8 @@ def plan(given: Given) -> Folder:
         "target_hidden_size": None,
         "aux_hidden_state_layer_ids": list(cfg.taps),
         "mask_token_id": cfg.mask_id,
-        "sliding_window_non_causal": _directions(cfg) == {False},
+        # without sliding layers it means nothing here, but vLLM 0.33 takes a false one for all layers
+        "sliding_window_non_causal": _directions(cfg) != {True},
         "sample_from_anchor": cfg.layout == "shift",
     }
     own |= dflash2(cfg) if kind == "dflash2" else heads(cfg) if kind == "dspark" else {}
