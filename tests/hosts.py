@@ -105,7 +105,7 @@ def plain(host: str, new: int, rows: int = len(PROMPTS)) -> list[list[int]]:
 class Rounds:
     """The two programs of a pair, for the first ``rows`` prompts and texts of up to ``size`` tokens."""
 
-    def __init__(self, kind: str, host: str, rows: int = len(PROMPTS), size: int = 96):
+    def __init__(self, kind: str, host: str, rows: int = len(PROMPTS), size: int = 64):
         self.params, self.rows, self.size = drafted(target(host), kind), rows, size
         new = size - max(map(len, PROMPTS))
         self.truth = [p + t for p, t in zip(PROMPTS, plain(host, new, rows), strict=False)]
