@@ -67,7 +67,8 @@ def mapped(folder: Path) -> int:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_never_more_than_two_shards_beside_the_parameters(folder, dtype):
     """A model as large as the machine's memory can be loaded; shards count in the type asked for. Arrays of numpy
-    are counted by tracemalloc, those of jax are not."""
+    are counted by tracemalloc, those of jax are not, unless one took numpy's memory as it was (by chance of its
+    alignment): what is there in the end is no surplus."""
     largest = max(file.stat().st_size for file in folder.glob("*.safetensors"))
     largest *= jnp.dtype(dtype).itemsize // 2
     pages = []
@@ -79,11 +80,11 @@ def test_never_more_than_two_shards_beside_the_parameters(folder, dtype):
     tracemalloc.start()
     try:
         loaded = checkpoints.load_target(hub.resolve(folder), jnp.dtype(dtype), progress=look)
-        held = tracemalloc.get_traced_memory()[1]
+        after, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert tree_bytes(loaded.weights) > 5 * largest
-    assert held + max(pages) < 2 * largest
+    assert peak - after + max(pages) < 2 * largest
 
 
 def test_parts_of_fused_tensors_are_read_alone(folder):
