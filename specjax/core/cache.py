@@ -185,7 +185,9 @@ class RingKV:
     def _put(self, k, v, pos, valid):
         """The ring with a block of at most its width written in place."""
         rows, slots = jnp.arange(pos.shape[0])[:, None], self.pos.shape[1]
-        slot = jnp.where(jnp.arange(pos.shape[1]) < valid[:, None], pos % slots, slots)  # beyond the last: nowhere
+        slot = jnp.where(
+            jnp.arange(pos.shape[1]) < valid[:, None], pos % slots, slots
+        )  # beyond the last: nowhere
         at = lambda x: x.at[rows, :, slot]  # noqa: E731
         put = lambda x, block: at(x).set(block.swapaxes(1, 2), mode="drop", unique_indices=True)  # noqa: E731
         return RingKV(put(self.k, k), put(self.v, v), self.pos.at[rows, slot].set(pos, mode="drop"))

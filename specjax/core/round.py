@@ -226,9 +226,7 @@ def prefill(
     state = commit(dataclasses.replace(state, target=out.cache), verdict)
     # both from the state after: a drafter that reads tokens alone waits for the target, else XLA runs the two side by
     # side and needs their temporaries at once
-    tokens, following = (
-        jnp.take_along_axis(state.tokens, jnp.minimum(at, last), 1) for at in (pos, pos + 1)
-    )
+    tokens, following = (jnp.take_along_axis(state.tokens, jnp.minimum(at, last), 1) for at in (pos, pos + 1))
     return _absorb(pair, weights, state, tokens, following, pos, valid, out, "extend"), verdict
 
 

@@ -79,11 +79,11 @@ def test_gradients_are_finite_and_those_of_the_joined_form():
 
     def plain(parts):
         q, keys, values, kept = parts
-        wide = (
-            lambda x, mine: jnp.concatenate(  # noqa: E731
-                [jnp.broadcast_to(x[:, None], (3, 4, *x.shape[1:])), jnp.stack(mine, 2)], 2
-            )
-        )
+
+        def wide(x, mine):
+            spread = jnp.broadcast_to(x[:, None], (3, 4, *x.shape[1:]))
+            return jnp.concatenate([spread, jnp.stack(mine, 2)], 2)
+
         k, v = wide(keys, [k for k, _ in kept]), wide(values, [v for _, v in kept])
         k, v = jnp.repeat(k, 2, 3), jnp.repeat(v, 2, 3)
         scores = jnp.einsum("rnhc,rnshc->rnhs", q, k, precision="highest") * 0.5
