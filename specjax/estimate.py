@@ -4,19 +4,17 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import calls
 from specjax.config import Program, bounded_chunk, prefill_bucket
 from specjax.core.accept import LOGIT_BYTES
+from specjax.core.liveness import peak_bytes
 from specjax.core.loop import host_state
-from specjax.core.programs import Engine, fill_caches
-from specjax.core.round import draft
+from specjax.core.programs import Engine, chunk_program, fill_caches, prefill_program
+from specjax.core.recurrent import Held, held
+from specjax.progress import line
 from specjax.types import Params, tree_bytes
-
-#: Float32 logits alive at once in acceptance, greedy and sampled (logits, noise, probabilities, sort keys).
-GREEDY_LOGITS, SAMPLED_LOGITS = 1, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +22,11 @@ class Explanation:
     """What a call would do.
 
     Bytes of weights, caches and the rest of the state are exact. ``transient_bytes`` is what the largest
-    program needs beside them: an estimate, or the compiler's own figure when the call was compiled.
-    ``logit_bytes`` are the float32 logits of a round (never more than a limit at once).
+    program needs beside them: an estimate from its trace (:mod:`specjax.core.liveness`), or the compiler's own figure
+    when the call was compiled. Estimated and compiled totals are within 5 % of each other.
+    ``logit_bytes`` are the float32 logits of a round (never more than a limit at once). ``recurrent`` is the part of
+    the caches that recurrent states take: the states, the tapes that rejected drafts are taken back with, and what a
+    copy of the state per verified position would take instead (which is not there).
     """
 
     program: Program
@@ -36,6 +37,7 @@ class Explanation:
     cache_bytes: int
     drafter_state_bytes: int
     other_state_bytes: int
+    recurrent: Held
     logit_bytes: int
     transient_bytes: int
     compiled: bool
@@ -57,6 +59,8 @@ class Explanation:
         drafter = p.pair.drafter or "none (plain decoding)"
         widths = ", ".join(str(w + 1) for w in (*p.widths, p.k))
         source = "compiled" if self.compiled else "estimated"
+        states, tape, copies = map(mb, self.recurrent)
+        tapes = f"recurrent states {states}, tapes to take drafts back {tape} (copies per position: {copies})"
         return "\n".join(
             [
                 f"target {p.pair.family}, drafter {drafter}, dtype {p.dtype}",
@@ -66,6 +70,7 @@ class Explanation:
                 f"weights: target {mb(self.target_bytes)}, drafter {mb(self.drafter_bytes)}",
                 f"caches: target {mb(self.cache_bytes)}, drafter {mb(self.drafter_state_bytes)}; "
                 f"rest of the state {mb(self.other_state_bytes)}",
+                *([tapes] if self.recurrent.state else []),
                 f"transients ({source}): {mb(self.transient_bytes)}, with logits of a round {mb(self.logit_bytes)}; "
                 f"total {mb(self.total_bytes)}",
                 "recompiles on: another row count, token bucket, k, prefill width, rule, logprobs, or a sampling "
@@ -85,6 +90,9 @@ def explain(params: Params, prompt: Any, *, compile: bool = False, **options: An
     lengths = [len(job.prompt) for job in call.jobs]
     width = prefill_bucket(int(np.max(lengths)), bounded_chunk(program, call.drive.prefill_chunk))
     weights = (params.target, params.drafter)
+    with line(call.verbose) as say:
+        say("compiling for explain" if compile else "tracing for explain")
+        temporary = (_compiled if compile else transients)(program, weights, state, width)
     caches = tree_bytes(state.target) + tree_bytes(state.drafter)
     return Explanation(
         program=program,
@@ -95,27 +103,18 @@ def explain(params: Params, prompt: Any, *, compile: bool = False, **options: An
         cache_bytes=tree_bytes(state.target),
         drafter_state_bytes=tree_bytes(state.drafter),
         other_state_bytes=tree_bytes(state) - caches,
+        recurrent=held((state.target, state.drafter)),
         logit_bytes=_logits(program, program.q_max),
-        transient_bytes=(_compiled if compile else transients)(program, weights, state, width),
+        transient_bytes=temporary,
         compiled=compile,
     )
 
 
 def transients(program: Program, weights: Any, state: Any, width: int) -> int:
     """Estimated bytes the largest program needs beside weights and state: prefill of ``width`` positions per
-    row, or a round. ``weights`` and ``state`` may be shapes only."""
-    prefill = max(_layer(program, width), _logits(program, 1))
-    sampled = "temperature" in program.flags
-    logits = _logits(program, program.q_max) * (SAMPLED_LOGITS if sampled else GREEDY_LOGITS)
-    drafts = jax.eval_shape(lambda w, s: draft(program.pair, w, s, program.k)[0], weights, state)
-    return max(prefill, _layer(program, program.q_max), logits + tree_bytes(drafts))
-
-
-def _layer(program: Program, width: int) -> int:
-    """One layer's attention scores (before and after the softmax) and its two feed-forward activations."""
-    cfg, positions = program.pair.target_cfg, program.rows * width
-    scores = 4 * positions * cfg.heads * program.slots
-    return 2 * scores + 2 * positions * cfg.mlp_size * jnp.dtype(program.dtype).itemsize
+    row, or a loop of rounds. ``weights`` and ``state`` may be shapes only."""
+    programs = prefill_program(program, width), chunk_program(program)
+    return max(peak_bytes(run, weights, state, last, donated=1) for run, last in programs)
 
 
 def _logits(program: Program, width: int) -> int:

@@ -82,14 +82,13 @@ class Engine:
 
     def compile_prefill(self, state: State, width: int) -> Any:
         """The compiled prefill chunk; ``state`` may be shapes only."""
-        start = jax.ShapeDtypeStruct((self.program.rows,), jnp.int32)
-        fn = functools.partial(_prefill, self.program, width)
+        fn, start = prefill_program(self.program, width)
         return self._get(f"prefill {width}", fn, (1,), self.weights, state, start)
 
     def compile_chunk(self, state: State) -> Any:
         """The compiled loop of rounds; ``state`` may be shapes only."""
-        rounds = jax.ShapeDtypeStruct((), jnp.int32)
-        return self._get("decode", functools.partial(_chunk, self.program), (1,), self.weights, state, rounds)
+        fn, rounds = chunk_program(self.program)
+        return self._get("decode", fn, (1,), self.weights, state, rounds)
 
     def round(self, state: State) -> tuple[State, Emit]:
         """One round (the host loop's step); consumes ``state``."""
@@ -136,6 +135,16 @@ def fill_caches(program: Program, host: State) -> State:
     if pair.drafter is not None:
         drafter = registry.drafter(pair.drafter).init_state(pair.drafter_cfg, *shape)
     return dataclasses.replace(host, target=target, drafter=drafter)
+
+
+def prefill_program(program: Program, width: int) -> tuple[Callable, jax.ShapeDtypeStruct]:
+    """One prefill chunk as a function of weights, state (given up) and where rows begin; the shape of the last."""
+    return functools.partial(_prefill, program, width), jax.ShapeDtypeStruct((program.rows,), jnp.int32)
+
+
+def chunk_program(program: Program) -> tuple[Callable, jax.ShapeDtypeStruct]:
+    """The loop of rounds as a function of weights, state (given up) and their number; the shape of the last."""
+    return functools.partial(_chunk, program), jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def _prefill(program: Program, width: int, weights, state: State, start):

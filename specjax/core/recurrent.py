@@ -7,14 +7,14 @@ position instead of megabytes, and shapes never depend on what was accepted.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from specjax.types import Mode
+from specjax.types import Mode, tree_bytes
 
 #: ``run(state, inputs, valid, mode) -> (out, state)``: feed inputs ``[B Q ...]``, of which the first ``valid``
 #: exist. The others must leave the state's bits alone even where they are NaN.
@@ -56,6 +56,25 @@ class Recurrent:
     def min_resume(high_water: int) -> int:
         """It can be cut back only to where it stands."""
         return high_water
+
+
+class Held(NamedTuple):
+    """Bytes of the recurrent states of a cache, of their tapes, and of what the tapes are in place of: a copy of the
+    state after every position of a block of the tape's width."""
+
+    state: int
+    tape: int
+    snapshots: int
+
+
+def held(cache: Any) -> Held:
+    """Of all recurrent layers of a cache (arrays or shapes), all rows together; zeros without any."""
+    leaves = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, Recurrent))
+    layers = [layer for layer in leaves if isinstance(layer, Recurrent)]
+    states = [tree_bytes(layer.state) for layer in layers]
+    widths = [jax.tree.leaves(layer.tape)[0].shape[1] for layer in layers]
+    copies = sum(size * width for size, width in zip(states, widths, strict=True))
+    return Held(sum(states), tree_bytes([layer.tape for layer in layers]), copies)
 
 
 def _record(tape, block):

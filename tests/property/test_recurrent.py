@@ -10,10 +10,12 @@ from families import target
 from tiny_models import VOCAB as CHAT_VOCAB, tokenizer_folder, with_meta
 
 import specjax
+from specjax.core import recurrent
 from specjax.core.recurrent import Recurrent
 from specjax.drafters import draft_model
 from specjax.layers import delta
 from specjax.targets import qwen3_5
+from specjax.types import tree_bytes
 
 ROWS, Q_MAX = 3, 6
 
@@ -95,6 +97,20 @@ def test_tape_equals_snapshots(dtype):
         settled = _extend("extend")(cache, inputs(rng, Q_MAX, dtype), nothing)[1]  # prefill replays too
         equal(settled.state, memory)
         equal(settled.pending, nothing)
+
+
+def test_bytes_of_tapes_and_of_what_they_replace():
+    """PRF.5: those of the arrays there are, and of the snapshots a block of that width would leave."""
+    cfg = target().meta.target_cfg
+    cache = qwen3_5.init_cache(cfg, ROWS, 8, Q_MAX, jnp.float32)
+    layers = [layer for layer in cache if isinstance(layer, Recurrent)]
+    kept, _ = snapshots(layers[0].state, inputs(np.random.default_rng(0), Q_MAX))
+    told = recurrent.held({"target": cache, "drafter": ()})
+    assert told.state == len(layers) * tree_bytes(kept[0]) == tree_bytes([x.state for x in layers])
+    assert told.tape == sum(x.nbytes for x in jax.tree.leaves([layer.tape for layer in layers]))
+    assert told.snapshots == len(layers) * tree_bytes(kept[1:])
+    dense = [layer for layer in cache if not isinstance(layer, Recurrent)]
+    assert recurrent.held(dense) == (0, 0, 0)
 
 
 def test_shapes_never_depend_on_what_was_kept():

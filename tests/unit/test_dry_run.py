@@ -9,8 +9,10 @@ from typing import Any
 import assistant_tiny
 import block_tiny
 import eagle3_tiny
+import families
 import gemma_drafter_reference
 import jax
+import jax.numpy as jnp
 import mtp_files
 import published
 import pytest
@@ -20,12 +22,21 @@ from published import DRAFTERS, TARGETS
 from typer.testing import CliRunner
 
 import specjax
-from specjax import attach, cli, testing
+from specjax import attach, cli, config, estimate, registry, testing
+from specjax.core import recurrent
 from specjax.drafters import markov
 from specjax.drafters.dflash_config import Convolution, Selection
 
 pytestmark = pytest.mark.filterwarnings("ignore:drafter .*:UserWarning")
 PROMPTS, OPTIONS = [[0] * 1000] * 4, {"max_new_tokens": 500, "verbose": False}
+
+
+@pytest.fixture(autouse=True)
+def quick(request, monkeypatch):
+    """Temporaries are estimated by tracing, which takes models of this size many seconds where types are checked;
+    tests/unit/test_estimate_methods.py is about them."""
+    if "whole" not in request.node.name:
+        monkeypatch.setattr(estimate, "transients", lambda *_: 1)
 
 
 def folder(path: Path, hf: dict[str, Any]) -> Path:
@@ -58,14 +69,6 @@ def test_every_family(tmp_path, name):
 
 
 PAIRS = [(name, drafter) for name, drafters in DRAFTERS.items() for drafter in drafters]
-#: One of each method is enough for every day.
-DAILY = [
-    ("Qwen3-8B", "DFlash"),
-    ("Qwen3-8B", "DSpark"),
-    ("Qwen3.6-35B-A3B", "mtp"),
-    ("Gemma 4 31B", "eagle3"),
-]
-DAILY += [("Gemma 4 26B-A4B", "Assistant"), ("Kimi-K2.5", "Eagle3")]
 
 
 def _label(x: Any) -> str:
@@ -74,13 +77,7 @@ def _label(x: Any) -> str:
     return str(x.get("speculators_model_type") or (x.get("architectures") or [x["model_type"]])[0])
 
 
-def _pair(name: str, drafter: Any):
-    label = _label(drafter)
-    daily = any(name == n and part in label for n, part in DAILY)
-    return pytest.param(name, drafter, id=f"{name}, {label}", marks=() if daily else pytest.mark.long)
-
-
-@pytest.mark.parametrize(("name", "drafter"), [_pair(*pair) for pair in PAIRS])
+@pytest.mark.parametrize(("name", "drafter"), PAIRS, ids=[f"{n}, {_label(d)}" for n, d in PAIRS])
 def test_every_drafter(tmp_path, name, drafter):
     """PRF.5: so with drafters: their own weights and state, before any is there."""
     target = folder(tmp_path / "target", TARGETS[name][0])
@@ -95,6 +92,54 @@ def test_every_drafter(tmp_path, name, drafter):
     assert told.drafter_bytes < alone.target_bytes / 5
     assert 0 < told.drafter_state_bytes < alone.cache_bytes
     assert told.total_bytes > alone.total_bytes + told.drafter_bytes
+
+
+def test_tapes_of_a_recurrent_target(tmp_path):
+    """KVR.5: Qwen3.6-35B-A3B, one row, seven drafts: 64 MB of states and a tape of 4 MB, where a copy of the states per
+    verified position would be 515 MB."""
+    params = load(folder(tmp_path / "target", TARGETS["Qwen3.6-35B-A3B"][0]))
+    module, cfg = registry.target(params.meta.family), params.meta.target_cfg
+    cache = jax.eval_shape(lambda: module.init_cache(cfg, 1, 64, 8, jnp.bfloat16))
+    position = (
+        8192 * 2 + 2 * 32 * 4
+    )  # the convolution's input in bfloat16, decay and write strength in float32
+    state = 32 * 128 * 128 * 4 + 3 * 8192 * 2
+    told = recurrent.held(cache)
+    assert told == (30 * state, 30 * 8 * position, 30 * 8 * state)
+    assert [round(n / 1e6) for n in told] == [64, 4, 515]
+
+
+def test_tapes_are_told():
+    params = testing.tiny_drafter(testing.tiny_params(hf=families.HYBRID | {"vocab_size": 64}), "ngram", k=3)
+    told = specjax.explain(params, [1, 2, 3], max_new_tokens=20)
+    states, tape, copies = (f"{n / 2**20:.1f} MiB" for n in told.recurrent)
+    assert 0 < told.recurrent.tape < told.cache_bytes
+    assert (
+        f"recurrent states {states}, tapes to take drafts back {tape} (copies per position: {copies})"
+        in str(told)
+    )
+    assert "recurrent" not in str(specjax.explain(testing.tiny_params(), [1, 2, 3]))
+
+
+def test_rings_do_not_grow_with_the_text(tmp_path):
+    """KVR.1: of a hundred and of ten thousand new tokens, only what layers without a window keep differs."""
+    params = load(folder(tmp_path / "target", TARGETS["Gemma 3 270M"][0]))
+    cfg, per_token = params.meta.target_cfg, 3072
+    short, long = (specjax.explain(params, [1], max_new_tokens=n) for n in (100, 10_000))
+    assert (short.program.tokens, long.program.tokens) == (128, 10_240)
+    assert long.cache_bytes - short.cache_bytes == per_token * (10_240 - 128)
+    position = 2 * cfg.sliding.kv_heads * cfg.sliding.head_dim * 2 + 4
+    rings = 15 * (cfg.sliding.window + 1) * position
+    for told in (short, long):
+        assert told.cache_bytes == per_token * told.program.slots + rings
+
+
+@pytest.mark.long
+def test_the_whole_estimate(tmp_path):
+    """PRF.5, PRF.8: temporaries of the real shapes stay within what one layer's attention scores may take."""
+    params = load(folder(tmp_path / "target", TARGETS["Qwen3.6-35B-A3B"][0]), "mtp")
+    told = specjax.explain(params, [[0] * 1000] * 2, max_new_tokens=500)
+    assert 0 < told.transient_bytes < 3 * config.SCORE_BYTES
 
 
 def test_sizes_of_published_files(tmp_path):
