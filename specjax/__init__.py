@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specjax import checkpoints as checkpoints, train as train
+    from specjax import checkpoints as checkpoints, train as train, zoo as zoo
     from specjax.api import (
         audit as audit,
         cast as cast,
@@ -48,7 +48,7 @@ _NAMES = {
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-_PACKAGES = ("checkpoints", "train")
+_PACKAGES = ("checkpoints", "train", "zoo")
 
 __all__ = sorted([*_HOME, *_PACKAGES, "__version__"])
 

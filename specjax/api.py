@@ -40,8 +40,9 @@ def load(
     Args:
         target: short name (``"smollm2-135m"``, ``"tiny"``), Hugging Face id, local folder (safetensors),
             ``.gguf`` file, or a folder written by :func:`save`.
-        drafter: method name (``"ngram"``), a drafter's folder or Hub id (its files say what it is), a module or
-            dotted name of your own, a sequence of these (a chain, tried in order), or None for plain decoding.
+        drafter: method name (``"ngram"``, or one of those that :mod:`specjax.zoo` has a drafter of for this target),
+            a drafter's folder or Hub id (its files say what it is), a module or dotted name of your own, a sequence of
+            these (a chain, tried in order), or None for plain decoding.
         dtype: of weights, activations and caches. ``"auto"``: float32 on CPU, bfloat16 on GPU (for a
             folder written by :func:`save`: as saved).
         speculative_config: vLLM's JSON as dict, text or file, instead of or beside ``drafter``
@@ -66,7 +67,9 @@ def load(
             None if str(target) == "tiny" else target,
             weights=not shapes_only,
         )
-        params = _target(target, dtype, say, shapes_only)
+        if wanted is not None and not shapes_only and any(one.shipped and not one.inside for one in wanted.asks):
+            attach.found(_target(target, dtype, say, True), wanted)  # no large target is loaded for nothing
+        params = checkpoints.known.named(_target(target, dtype, say, shapes_only))
         return params if wanted is None else attach.attach(params, wanted, say)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from specjax import checkpoints, registry, speculative
-from specjax.checkpoints import hub
+from specjax import checkpoints, registry, speculative, zoo
+from specjax.checkpoints import hub, known
 from specjax.core.platform import backend
 from specjax.speculative import Speculative
 from specjax.types import Params
@@ -25,13 +25,15 @@ Say = Callable[[str], None]
 @dataclasses.dataclass(frozen=True)
 class Ask:
     """One drafter asked for. ``name`` None: its files say. ``settings``: fields that replace defaults or the
-    file's; ``spec``: the speculative config, if there is one. ``inside``: the files are the target's own."""
+    file's; ``spec``: the speculative config, if there is one. ``inside``: the files are the target's own.
+    ``shipped``: the package may have it, which is known when the target is. ``inside`` of both goes first."""
 
     name: str | None
     source: hub.Source | None
     settings: Mapping[str, Any]
     spec: Speculative | None
     inside: bool = False
+    shipped: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,23 +197,65 @@ def _ask(
     if where is None:
         if spec is not None and spec.revision is not None:
             raise ValueError(f"speculative_config: revision={spec.revision!r} is of no use without a model")
-        if target is not None and getattr(registry.drafter(str(name)), "INSIDE", False):
-            return Ask(name, find(target), settings, spec, inside=True)
-        _usable_alone(str(name))
-        return Ask(name, None, settings, spec)
+        return _by_name(str(name), settings, spec, target, find)
     if name is not None and hasattr(registry.drafter(name), "default"):
         raise ValueError(f"drafter {name!r} has no files, but {str(where)!r} was given for it")
     revision = None if spec is None else spec.revision
     return Ask(name, find(where, revision), settings, spec)
 
 
-def _usable_alone(name: str) -> None:
+def _by_name(
+    name: str,
+    settings: Mapping[str, Any],
+    spec: Speculative | None,
+    target: Any,
+    find: Callable[..., hub.Source],
+) -> Ask:
+    """A drafter that its method alone names: one without files, one of the package's, or the target's own."""
+    module = registry.drafter(name)
+    if name not in registry.DRAFTERS or hasattr(module, "default"):
+        return Ask(name, None, settings, spec)
+    if (folder := zoo.find(hub.short(target), name)) is not None:
+        return Ask(name, _folder(folder), settings, spec)
+    shipped = target is not None and bool(zoo.targets(name))
+    if target is not None and getattr(module, "INSIDE", False):
+        return Ask(name, find(target), settings, spec, inside=True, shipped=shipped)
+    if not shipped:
+        raise _no_drafter(name, "tiny" if target is None else target)
+    return Ask(name, None, settings, spec, shipped=True)
+
+
+def _folder(folder: Path) -> hub.Source:
+    return hub.Source("folder", folder, f"specjax.zoo/{folder.parent.name}/{folder.name}")
+
+
+def _no_drafter(name: str, target: Any) -> ValueError:
     """Learned methods of ours come from files."""
-    if name in registry.DRAFTERS and not hasattr(registry.drafter(name), "default"):
-        raise ValueError(
-            f"{name!r} is a method, not a drafter: give the folder or Hub id of one, as drafter='path/to/it' or as "
-            f"speculative_config={{'method': {name!r}, 'model': 'path/to/it'}}"
-        )
+    return ValueError(
+        f"{name!r} is a method, not a drafter: give the folder or Hub id of one, as drafter='path/to/it' or as "
+        f"speculative_config={{'method': {name!r}, 'model': 'path/to/it'}}; {zoo.missing(name, target)}"
+    )
+
+
+def found(params: Params, wanted: Plan) -> Plan:
+    """The plan with the package's drafters in place, now that the target is known (shapes will do).
+
+    ValueError when there is none of a method for this target.
+    """
+    return dataclasses.replace(wanted, asks=tuple(_found(params, ask) for ask in wanted.asks))
+
+
+def _found(params: Params, ask: Ask) -> Ask:
+    if not ask.shipped or (
+        ask.source is not None and checkpoints.has_layer(ask.source, params.meta.target_cfg)
+    ):
+        return ask
+    folder = zoo.find(known.short_name(params, by_sizes=True), str(ask.name))
+    if folder is not None:
+        return dataclasses.replace(ask, source=_folder(folder), inside=False, shipped=False)
+    if ask.inside:
+        return ask  # reading its files tells why there is none
+    raise _no_drafter(str(ask.name), params.meta.name)
 
 
 def attach(params: Params, wanted: Plan, say: Say) -> Params:
@@ -220,7 +264,7 @@ def attach(params: Params, wanted: Plan, say: Say) -> Params:
 
     Raises ValueError when a drafter does not fit the target or its files contradict the request.
     """
-    ready = [_load(params, ask, say) for ask in wanted.asks]
+    ready = [_load(params, ask, say) for ask in found(params, wanted).asks]
     for one in ready:
         if one.notes:
             warnings.warn(
@@ -268,7 +312,7 @@ def _load(params: Params, ask: Ask, say: Say) -> _Ready:
         eos_ids=meta.eos_ids,
         inside=ask.inside,
         shapes_only=isinstance(lent.embed, jax.ShapeDtypeStruct),
-        target_name=meta.name,
+        target_name=known.short_name(params, by_sizes=True) or meta.name,
         progress=lambda done, total, name: say(f"loading drafter {source.name}: {done}/{total} {name}"),
     )
     return _Ready(loaded.name, loaded.cfg, loaded.weights, loaded.notes, loaded.made_for)

@@ -1,4 +1,6 @@
-"""Command line: ``specjax generate | chat | explain | demo | doctor | convert | train``. Calls the public API only.
+"""Command line: ``specjax generate | chat | explain | demo | zoo | doctor | convert | train``.
+
+Calls the public API only.
 
 Every option is a keyword of :func:`specjax.decode` or :func:`specjax.load` under the same name; an option
 that is not given is not passed on, so defaults live in one place. Standard output carries text (or JSON)
@@ -166,11 +168,27 @@ def demo(
     dtype: opt.Dtype = None,
     verbose: opt.Verbose = None,
 ) -> None:
-    """Answer two prompts with and without drafting, on SmolLM2-135M, and compare."""
+    """Answer two prompts with every drafter there is for SmolLM2-135M, and without, and compare."""
     with _errors(verbose):
         from specjax import demo as module
 
         module.run(max_new_tokens=max_new_tokens, dtype=dtype or "auto", verbose=verbose)
+
+
+@app.command()
+def zoo(as_json: opt.AsJson = False) -> None:
+    """Drafters that come with the package."""
+    here = [
+        {"target": x.target, "method": x.method, "bytes": x.size, "card": str(x.card)}
+        for x in specjax.zoo.available()
+    ]
+    if as_json:
+        typer.echo(json.dumps(here, indent=2))
+        return
+    for one in here:
+        typer.echo(f"{one['target']:<14} {one['method']:<10} {one['bytes'] / 2**20:5.1f} MiB  {one['card']}")
+    if not here:
+        typer.echo("no drafter is shipped with this installation", err=True)
 
 
 @app.command()

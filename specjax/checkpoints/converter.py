@@ -5,9 +5,9 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from specjax import registry
-from specjax.checkpoints import exporter, hub, orbax
+from specjax.checkpoints import exporter, hub, known, orbax
 from specjax.checkpoints.drafter import LoadedDrafter, load_drafter
-from specjax.checkpoints.load import load_tables
+from specjax.checkpoints.load import load_tables, load_vectors
 from specjax.checkpoints.writers import Target
 
 
@@ -51,7 +51,8 @@ def _target(name: str | Path, layout: str) -> Target:
         source = hub.resolve(name)
         if source.kind != "orbax":
             found, shared = load_tables(source, jnp.float32)
-            public = exporter.public_name(str(name), layout)
+            short = known.short_name_of_file(found.family, found.cfg, lambda: load_vectors(source, found))
+            public = exporter.public_name(short or str(name), layout)
             return Target(public, found.family, found.cfg, shared, found.eos_ids)
         params = orbax.load(source.path)
     meta = params.meta

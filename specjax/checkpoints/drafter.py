@@ -10,7 +10,7 @@ import numpy as np
 
 from specjax import registry
 from specjax.checkpoints import formats, gguf, gguf_model, safetensors, tokenizer, tree
-from specjax.checkpoints.formats import expected, own
+from specjax.checkpoints.formats import expected, mtp, own
 from specjax.checkpoints.hub import Source
 from specjax.checkpoints.load import read_json
 from specjax.targets.hf import refuse_quantised
@@ -102,6 +102,13 @@ def _open(source: Source, target_cfg: Any) -> tuple[formats.Files, str]:
     generation = read_json(source.path / "generation_config.json", required=False)
     files = formats.Files(where, hf, tensors.shapes, tensors.get, target_cfg, generation=generation)
     return files, tokenizer.in_folder(source.path)
+
+
+def has_layer(source: Source, target_cfg: Any) -> bool:
+    """Whether a target's own folder holds a layer for multi-token prediction."""
+    if source.kind != "folder" or not safetensors.held(source.path):
+        return False
+    return mtp.held(_open(source, target_cfg)[0])
 
 
 def _imagine(source: Source, target_cfg: Any, method: str | None, inside: bool) -> formats.Files:

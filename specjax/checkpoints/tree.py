@@ -47,7 +47,7 @@ def fill(
     for are reported by a warning, except those in :data:`HARMLESS` or ending in one of ``harmless``.
     """
     names = set(names)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=_is_spec)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=is_spec)
     used = _check_names(leaves, names, where)
     _warn_unexpected(names - used, tuple(harmless), where)
     if shapes_only:
@@ -66,7 +66,7 @@ def fill(
 def shapes(abstract: Any, dtype: Any) -> Any:
     """The struct ``abstract`` with a ``jax.ShapeDtypeStruct`` at every leaf: nothing is allocated."""
     one = lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype))  # noqa: E731
-    return jax.tree.map(one, abstract, is_leaf=_is_spec)
+    return jax.tree.map(one, abstract, is_leaf=is_spec)
 
 
 def stored_shape(spec: ArraySpec) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def stored_shape(spec: ArraySpec) -> tuple[int, ...]:
 
 def random_weights(abstract: Any, seed: int, dtype: Any, scale: float = 1.0) -> Any:
     """The struct ``abstract`` with seeded initial values: normal leaves have deviation scale/sqrt(fan in)."""
-    leaves, treedef = jax.tree.flatten(abstract, is_leaf=_is_spec)
+    leaves, treedef = jax.tree.flatten(abstract, is_leaf=is_spec)
     return jax.tree.unflatten(treedef, [_initial(s, [seed, i], dtype, scale) for i, s in enumerate(leaves)])
 
 
@@ -92,7 +92,8 @@ def _initial(spec: ArraySpec, seed: list[int], dtype: Any, scale: float) -> jax.
     return jnp.asarray(values * (scale / fan_in**0.5), dtype)
 
 
-def _is_spec(x: Any) -> bool:
+def is_spec(x: Any) -> bool:
+    """Whether a node of an abstract tree is a leaf."""
     return isinstance(x, ArraySpec)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from specjax import zoo
 from specjax.core import platform
 from specjax.kernels import dispatch
 
@@ -48,6 +49,7 @@ class Doctor:
     cache_folder: Path | None
     cache_bytes: int
     smollm2: Path | None
+    zoo: dict[str, tuple[str, ...]]  # target -> methods of the drafters that are shipped for it
     dtype: str
     dtype_reason: str
 
@@ -78,6 +80,7 @@ class Doctor:
             ("compiler options", options),
             ("compilation cache", [cache]),
             ("smollm2-135m", [str(model)]),
+            ("drafters", [f"{name}: {', '.join(methods)}" for name, methods in self.zoo.items()] or ["none"]),
             ("problems", list(self.problems) or ["none found"]),
         ]
 
@@ -104,6 +107,7 @@ def doctor() -> Doctor:
         cache_folder=folder,
         cache_bytes=_folder_bytes(folder),
         smollm2=_smollm2(),
+        zoo=zoo.by_target(),
         dtype=choice.dtype.name,
         dtype_reason=choice.reason,
     )

@@ -45,7 +45,8 @@ def read(files: Files) -> Found:
     if not modules:
         raise ValueError(
             f"{files.where} has no layer for multi-token prediction: no tensor is called mtp.* or "
-            f"model.layers.{text.get('num_hidden_layers')}.*. If it has a checkpoint of its own, give that as 'model'"
+            f"model.layers.{text.get('num_hidden_layers')}.*. If it has a checkpoint of its own, give that as 'model'; "
+            "`specjax zoo` lists what the package has"
         )
     if 0 not in modules:
         raise ValueError(

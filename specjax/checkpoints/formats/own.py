@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specjax import registry
-from specjax.checkpoints import compact
+from specjax.checkpoints import compact, hub
 from specjax.checkpoints.formats import Files, Found
 
 KIND, VERSION, STORED = "specjax_drafter", "specjax_format", "compact"
@@ -90,8 +90,9 @@ def _check_target(files: Files, method: str, cfg: Any) -> None:
 
 
 def _another(made_for: str, name: str) -> tuple[str, ...]:
-    """A note where names differ; folders and accounts before the last "/" are left aside."""
-    last = lambda text: text.rstrip("/").split("/")[-1].lower()  # noqa: E731
+    """A note where names differ; folders and accounts before the last "/" are left aside, and a model with a short name
+    may be called by either of its names."""
+    last = lambda text: hub.short(text) or text.rstrip("/").split("/")[-1].lower()  # noqa: E731
     if not made_for or not name or last(made_for) == last(name):
         return ()
     return (
