@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers", "speculators")
 
 
 def facts(args: argparse.Namespace) -> dict[str, Any]:

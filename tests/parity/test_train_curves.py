@@ -33,7 +33,7 @@ OPTIMISER: dict[str, Any] = {
     "dtype": "float32", "source": "online",
 }  # fmt: skip
 #: Share of every weight's own change, and of every loss, that the two may differ by.
-LOSS, WEIGHTS = 1e-4, 0.02
+LOSS, WEIGHTS = 1e-4, 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
