@@ -2,7 +2,8 @@
 
 A prompt is left out when one of its user turns, without case and punctuation, equals an evaluation turn, or when more
 than 30 % of the ten-word shingles of a turn occur in some evaluation turn. Shingles are those of the turn without its
-suffix, which evaluation prompts may share; all variants of a prompt go or stay together.
+suffix, which evaluation prompts may share; all variants of a prompt go or stay together. Shingles that more than 20
+evaluation turns have are how these ask ("Write a solution to the following problem ..."), not what: they do not count.
 """
 
 from collections import Counter
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from specjax.train import prompts
 from specjax.train.prompts import Prompt, Prompts, plain
 
-WORDS, SHARE = 10, 0.3
+WORDS, SHARE, WORDING = 10, 0.3, 20
 
 
 class Evaluation:
@@ -20,7 +21,9 @@ class Evaluation:
     def __init__(self, texts: Iterable[str]):
         cleaned = [plain(text) for text in texts]
         self._texts = set(cleaned)
-        self._shingles = {s for text in cleaned for s in _shingles(text)}
+        turns = Counter(s for text in self._texts for s in _shingles(text))
+        self._wording = {s for s, n in turns.items() if n > WORDING}
+        self._shingles = turns.keys() - self._wording
 
     def equal(self, text: str) -> bool:
         """Whether a text is one of the evaluation's, but for case and punctuation."""
@@ -28,7 +31,7 @@ class Evaluation:
 
     def near(self, text: str) -> bool:
         """Whether more than the allowed share of a text's shingles occur in the evaluation."""
-        mine = _shingles(plain(text))
+        mine = _shingles(plain(text)) - self._wording
         return sum(s in self._shingles for s in mine) > SHARE * len(mine)
 
 

@@ -223,3 +223,13 @@ def test_suffixes_do_not_contaminate(tmp_path):
     assert {p.asked[0] for p in kept.items} == {"new one"}
     assert len(kept) == 2
     assert len(dropped) == 2  # both variants go
+
+
+def test_wording_does_not_contaminate():
+    """What more than 20 evaluation turns have in common is how they ask, not what; what they ask is still found."""
+    asks = text(slice(0, 12))
+    known = contamination.Evaluation([f"{asks} {text(*(f'{i}x{j}' for j in range(12)))}" for i in range(21)])
+    assert not known.near(f"{asks} something else")
+    assert known.near(f"other {text(*(f'3x{j}' for j in range(12)))}")
+    few = contamination.Evaluation([f"{asks} {i}" for i in range(20)])
+    assert few.near(f"{asks} something else")
