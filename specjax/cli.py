@@ -164,7 +164,7 @@ def explain(
 
 @app.command()
 def demo(
-    max_new_tokens: Annotated[int, typer.Option(help="Token budget per answer.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Token budget per answer.")] = 64,
     dtype: opt.Dtype = None,
     verbose: opt.Verbose = None,
 ) -> None:
@@ -178,15 +178,13 @@ def demo(
 @app.command()
 def zoo(as_json: opt.AsJson = False) -> None:
     """Drafters that come with the package."""
-    here = [
-        {"target": x.target, "method": x.method, "bytes": x.size, "card": str(x.card)}
-        for x in specjax.zoo.available()
-    ]
+    here = specjax.zoo.available()
     if as_json:
-        typer.echo(json.dumps(here, indent=2))
+        told = [{"target": x.target, "method": x.method, "bytes": x.size, "card": str(x.card)} for x in here]
+        typer.echo(json.dumps(told, indent=2))
         return
     for one in here:
-        typer.echo(f"{one['target']:<14} {one['method']:<10} {one['bytes'] / 2**20:5.1f} MiB  {one['card']}")
+        typer.echo(f"{one.target:<14} {one.method:<10} {one.size / 2**20:5.1f} MiB  {one.card}")
     if not here:
         typer.echo("no drafter is shipped with this installation", err=True)
 

@@ -1,12 +1,16 @@
-"""``specjax demo``: the same two questions with and without drafting, answers side by side."""
+"""``specjax demo``: two questions, answered by every method there is, beside plain decoding."""
 
+import dataclasses
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import specjax
-from specjax import progress
-from specjax.identity import without_drafter
+from specjax import attach, progress, registry
+from specjax.identity import Row, compare
+from specjax.results import Completion
+from specjax.types import Params
 
 MODEL = "smollm2-135m"
 
@@ -37,10 +41,33 @@ class Inventory:
 
 Rename `Inventory` to `Warehouse`. Show the full class."""
 PROMPTS = {"maths": MATHS, "code edit": CODE}
-MAX_LEN = 512  # one buffer length for both prompts, so that both use the same compiled programs
+#: One buffer length and one prefill width for both prompts, so that both use the same compiled programs.
+SHAPE = {"max_len": 512, "prefill_chunk": 128}
 
 
-def run(max_new_tokens: int = 128, dtype: str = "auto", verbose: bool | None = None) -> bool:
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A method's answer to one prompt, and how it compares with the plain one."""
+
+    method: str
+    answer: Completion
+    row: Row
+
+    @property
+    def same(self) -> str:
+        """Whether the answers are identical, in words."""
+        if self.row.identical:
+            return "yes"
+        gap = "" if self.row.gap is None else f", logit gap {self.row.gap:.1e}"
+        return f"up to token {self.row.position}{gap}"
+
+
+def methods(target: str = MODEL) -> tuple[str, ...]:
+    """What can be shown for a target: drafters without weights, and those that come with the package."""
+    return ("ngram", *(one.method for one in specjax.zoo.available(target)))
+
+
+def run(max_new_tokens: int = 64, dtype: str = "auto", verbose: bool | None = None) -> bool:
     """Print the comparison; True when every pair of answers was identical."""
     from rich.console import Console
 
@@ -48,69 +75,62 @@ def run(max_new_tokens: int = 128, dtype: str = "auto", verbose: bool | None = N
     began = time.perf_counter()
     with progress.line(verbose) as say:
         say(f"loading {MODEL}")
-        drafted = specjax.load(MODEL, drafter="ngram", dtype=dtype)
-        load_seconds = time.perf_counter() - began
-        answers = {}
-        for title, prompt in PROMPTS.items():
-            for name, params in (("plain", without_drafter(drafted)), ("n-gram", drafted)):
-                options = {"max_new_tokens": max_new_tokens, "max_len": MAX_LEN, "verbose": verbose}
-                say(f"{title}, {name}")
-                specjax.decode(params, prompt, **options)  # a program's first run costs seconds of its own
-                answers[title, name] = specjax.decode(params, prompt, **options)
-    dtypes = {str(x.dtype) for x in _floats(drafted.target)}
-    console.print(f"{MODEL}, greedy, {', '.join(sorted(dtypes))}; loaded in {load_seconds:.1f} s\n")
-    same = True
-    for title, prompt in PROMPTS.items():
-        same &= _compare(console, title, prompt, answers[title, "plain"], answers[title, "n-gram"], drafted)
+        plain = specjax.load(MODEL, dtype=dtype)
+        console.print(f"{MODEL}, greedy, {dtype_of(plain)}; loaded in {time.perf_counter() - began:.1f} s\n")
+        found = compared(plain, PROMPTS, methods(), max_new_tokens, say)
+    for title, runs in found.items():
+        _show(console, title, runs)
     console.print(f"whole run: {time.perf_counter() - began:.0f} s")
-    return same
+    return all(one.row.identical for runs in found.values() for one in runs)
 
 
-def _floats(tree: Any) -> list[Any]:
-    import jax
-    import jax.numpy as jnp
+def compared(
+    plain: Params, prompts: Mapping[str, Any], names: Sequence[str], max_new_tokens: int, say: attach.Say
+) -> dict[str, list[Run]]:
+    """Answers by title of the prompt, the plain one first. Each method's programs are compiled once."""
+    found: dict[str, list[Run]] = {title: [] for title in prompts}
+    for name in ("plain", *names):
+        params = plain if name == "plain" else attached(plain, name, say)
+        for i, (title, prompt) in enumerate(prompts.items()):
+            say(f"{name}: {title}")
+            if i == 0:  # a program's first run costs seconds of its own
+                specjax.decode(params, prompt, max_new_tokens=4, **SHAPE)
+            answer = specjax.decode(params, prompt, max_new_tokens=max_new_tokens, **SHAPE).completions[0][0]
+            first = found[title][0].answer if found[title] else answer
+            found[title].append(Run(name, answer, compare(plain, i, first, answer)))
+    return found
 
-    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+def attached(plain: Params, name: str, say: attach.Say) -> Params:
+    """The same target, which is not read again, with a drafter."""
+    wanted = attach.plan(name, None, None, plain.meta.name)
+    assert wanted is not None
+    return attach.attach(plain, wanted, say)
 
 
-def _compare(console: Any, title: str, prompt: str, plain: Any, drafted: Any, params: Any) -> bool:
+def dtype_of(params: Params) -> str:
+    """Type of the target's matrices."""
+    shared = registry.target(params.meta.family).shared(params.target, params.meta.target_cfg)
+    return str(shared.embed.dtype)
+
+
+def _show(console: Any, title: str, runs: list[Run]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", expand=True, show_lines=True)
-    table.add_column("plain", ratio=1)
-    table.add_column("n-gram", ratio=1)
-    table.add_row(Text(plain.text), Text(drafted.text))
-    table.add_row(_stats(plain.stats), _stats(drafted.stats))
+    plain = runs[0].answer
+    console.print(Text(title, style="bold"))
+    console.print(Text(str(plain.tokens if plain.text is None else plain.text), style="dim"))
+    table = Table()
+    table.add_column("method")
+    for name in ("rounds", "tau", "drafts kept", "tokens/s", "x plain", "identical"):
+        table.add_column(name, justify="right")
+    for one in runs:
+        stats = one.answer.stats
+        kept = f"{stats.accepted} of {stats.proposed}" if one.method != "plain" else ""
+        speed = stats.tokens_per_second
+        times = f"{speed / plain.stats.tokens_per_second:.2f}" if plain.stats.tokens_per_second else ""
+        same = Text(one.same, style="green" if one.row.identical else "yellow") if one is not runs[0] else ""
+        table.add_row(one.method, str(stats.rounds), f"{stats.tau:.2f}", kept, f"{speed:.1f}", times, same)
     console.print(table)
-    same = list(plain.tokens) == list(drafted.tokens)
-    console.print(f"identical: {'yes' if same else 'no'}", style="bold green" if same else "bold yellow")
-    if not same:
-        _explain_difference(console, prompt, len(plain.tokens), params)
-    speed_up = drafted.stats.tokens_per_second / plain.stats.tokens_per_second
-    console.print(f"speed: {speed_up:.2f}x plain\n")
-    return same
-
-
-def _stats(stats: Any) -> str:
-    lines = [
-        f"{stats.new_tokens} tokens at {stats.tokens_per_second:.1f} tokens/s",
-        f"{stats.rounds} rounds, {stats.tau:.2f} tokens per round",
-        f"prefill {stats.prefill_seconds:.2f} s, decode {stats.decode_seconds:.2f} s, "
-        f"compile {stats.compile_seconds:.1f} s",
-    ]
-    if stats.proposed:
-        lines.insert(2, f"{stats.accepted} of {stats.proposed} drafted tokens accepted")
-    return "\n".join(lines)
-
-
-def _explain_difference(console: Any, prompt: str, budget: int, params: Any) -> None:
-    report = specjax.audit(params, [prompt], max_new_tokens=budget, max_len=MAX_LEN)
-    row = report.rows[0]
-    if row.identical:
-        console.print("a second run gave identical answers")
-        return
-    console.print(
-        f"first difference at token {row.first_divergence}; the two candidates' logits there differ by "
-        f"{row.logit_gap:.1e}"
-    )
+    console.print()

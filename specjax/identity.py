@@ -12,7 +12,7 @@ from specjax import registry
 from specjax.calls import plan
 from specjax.generate import decode
 from specjax.metrics import Stats
-from specjax.results import Result
+from specjax.results import Completion, Result
 from specjax.types import Params, TapSpec
 
 #: float32 near-tie: where two runs differ, their two candidates' logits lie at most this far apart.
@@ -100,7 +100,7 @@ def audit(params: Params, prompts: Any, **options: Any) -> Report:
     alone = {name: value for name, value in options.items() if name not in ("k", "rule")}
     plain, spec = _decode(without_drafter(params), prompts, alone), _decode(params, prompts, options)
     groups = enumerate(zip(plain.completions, spec.completions, strict=True))
-    rows = [_compare(params, i, a, b) for i, pair in groups for a, b in zip(*pair, strict=True)]
+    rows = [compare(params, i, a, b) for i, pair in groups for a, b in zip(*pair, strict=True)]
     dtype = str(jax.tree.leaves(params.target)[0].dtype)
     return Report(rows, dtype, plain.total, spec.total)
 
@@ -118,7 +118,8 @@ def without_drafter(params: Params) -> Params:
     return dataclasses.replace(params, drafter=None, meta=meta)
 
 
-def _compare(params: Params, index: int, plain, spec) -> Row:
+def compare(params: Params, index: int, plain: Completion, spec: Completion) -> Row:
+    """Two answers to prompt ``index``, the first one plain: where they part, and the logit gap there."""
     if plain.tokens == spec.tokens:
         return Row(index, True)
     n = min(len(plain.tokens), len(spec.tokens))

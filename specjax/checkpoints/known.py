@@ -41,7 +41,7 @@ def named(params: Params) -> Params:
     short = short_name(params)
     if short in (None, params.meta.name):
         return params
-    return params.replace(meta=dataclasses.replace(params.meta, name=short))
+    return dataclasses.replace(params, meta=dataclasses.replace(params.meta, name=short))
 
 
 def short_name_of_file(family: str, cfg: Any, vectors: Any) -> str | None:
