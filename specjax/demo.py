@@ -101,9 +101,9 @@ def compared(
     return found
 
 
-def attached(plain: Params, name: str, say: attach.Say) -> Params:
+def attached(plain: Params, name: str, say: attach.Say, settings: Mapping[str, Any] | None = None) -> Params:
     """The same target, which is not read again, with a drafter."""
-    wanted = attach.plan(name, None, None, plain.meta.name)
+    wanted = attach.plan(name, None, settings, plain.meta.name)
     assert wanted is not None
     return attach.attach(plain, wanted, say)
 
