@@ -8,12 +8,15 @@ A kernel is a module with
 * ``build(case, platform)``: compile it, raising whatever stands in the way;
 * ``bind(case, reference)``: a function with the arguments and results of ``reference``, which needs no kernel.
 
-Whatever no kernel serves runs as the reference, compiled by XLA; ``SPECJAX_KERNELS=off`` makes that the rule.
+Whatever no kernel serves runs as the reference, compiled by XLA, and is told once (logger ``specjax.kernels``; a
+warning where a kernel cannot be built). ``SPECJAX_KERNELS`` is ``auto`` (the default), ``xla`` (or ``off``: always the
+reference) or ``pallas`` (an error where the kernel cannot serve).
 """
 
 import dataclasses
 import functools
 import importlib
+import logging
 import os
 import warnings
 from collections.abc import Callable, Hashable
@@ -25,12 +28,18 @@ from specjax.core import platform
 KERNELS: dict[str, str | None] = {
     "experts": "specjax.kernels.experts",
     "packed_attention": "specjax.kernels.packed_attention",
-    "block_attention": None,
-    "kv_inject": None,
+    "block_attention": "specjax.kernels.block_attention",
+    "kv_injection": "specjax.kernels.kv_injection",
 }
+
+WANTED = ("auto", "pallas", "xla")
+_OFF = ("off", "0", "false", "none")
 
 #: Cases whose kernel could not be built in this process, with the reason.
 _failed: dict[tuple[str, Hashable], str] = {}
+#: The same for cases that kernels do not take.
+_refused: dict[tuple[str, Hashable], str] = {}
+_log = logging.getLogger("specjax.kernels")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +51,22 @@ class Choice:
     reason: str
 
 
-def implementation(op: str, facts: tuple, reference: Callable) -> Callable:
-    """The kernel bound to ``facts`` (what its ``case`` takes), or ``reference``."""
-    if choose(op, *facts).implementation == "reference":
+def implementation(op: str, facts: tuple, reference: Callable, want: str | None = None) -> Callable:
+    """The kernel bound to ``facts`` (what its ``case`` takes), or ``reference``.
+
+    ``want``: one of ``WANTED``; None: what ``SPECJAX_KERNELS`` says. ValueError if ``"pallas"`` is wanted and the
+    kernel cannot serve.
+    """
+    want = wanted(want)
+    if want == "xla":
+        return reference
+    choice = choose(op, *facts)
+    if choice.implementation == "reference":
+        if want == "pallas":
+            raise ValueError(
+                f"{op}: the Pallas kernel is asked for and cannot serve: {choice.reason}. Ask for 'auto' or 'xla', "
+                "or leave SPECJAX_KERNELS unset"
+            )
         return reference
     kernel = _module(op)
     return kernel.bind(kernel.case(*facts), reference)
@@ -57,8 +79,25 @@ def choose(op: str, *facts) -> Choice:
         return general
     kernel = _module(op)
     case = kernel.case(*facts)
-    reason = kernel.refuse(case) or _failure(op, case, platform.backend())
+    reason = kernel.refuse(case)
+    if reason is None:
+        reason = _failure(op, case, platform.backend())
+    elif (op, case) not in _refused:
+        _refused[op, case] = reason
+        _log.info("%s runs as the reference: %s (%s)", op, reason, case)
     return general if reason is None else Choice(op, "reference", reason)
+
+
+def wanted(want: str | None = None) -> str:
+    """What is asked for: ``want``, or else ``SPECJAX_KERNELS``, or else ``"auto"``. ValueError if it is none of
+    ``WANTED``."""
+    said = (os.environ.get("SPECJAX_KERNELS") or "auto").lower() if want is None else want
+    if want is None and said in _OFF:
+        return "xla"
+    if said not in WANTED:
+        name = "SPECJAX_KERNELS" if want is None else "implementation"
+        raise ValueError(f"{name} must be one of {', '.join(WANTED)}, got {said!r}")
+    return said
 
 
 def explain(op: str) -> Choice:
@@ -68,15 +107,17 @@ def explain(op: str) -> Choice:
         return Choice(op, "reference", "no kernel ships in this version; XLA compiles the reference")
     if backend not in ("cuda", "rocm"):
         return Choice(op, "reference", f"the kernel needs a GPU and JAX runs on {backend}")
-    if os.environ.get("SPECJAX_KERNELS", "").lower() in ("off", "0", "false", "none"):
+    if wanted() == "xla":
         return Choice(op, "reference", "switched off by SPECJAX_KERNELS")
     try:
         about = _module(op).ABOUT
     except ImportError as error:
         return Choice(op, "reference", f"this jax has no Pallas-Triton: {error}")
-    failed = [why for (name, _), why in _failed.items() if name == op]
-    if failed:
+    of = lambda cases: [why for (name, _), why in cases.items() if name == op]  # noqa: E731
+    if failed := of(_failed):
         about += f"; {len(failed)} case(s) could not be built and run as the reference, the last {failed[-1]}"
+    if refused := of(_refused):
+        about += f"; {len(refused)} case(s) ran as the reference, the last for {refused[-1]}"
     return Choice(op, "kernel", about)
 
 

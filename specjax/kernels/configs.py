@@ -1,0 +1,156 @@
+"""Tiles of kernels by kind of device, as data.
+
+``sm_90`` is Hopper (H100, H200), ``gfx942`` MI300X and MI325X, ``gfx950`` MI350X and MI355X; ``default`` is for all
+others and asks for little. AMD's tiles were chosen by registers and local memory of the compiled code
+(``make rocm-check``), not by time: nobody has run them on such a device. ``benchmarks/tune_kernels.py`` measures
+candidates.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What limits a kernel: processors, bytes of local memory that a program can have, lanes of a warp."""
+
+    processors: int
+    local: int
+    lanes: int
+
+    def check(self, warps: int) -> None:
+        """ValueError if ``warps`` are more threads than a program may have (1024)."""
+        if not 0 < warps * self.lanes <= 1024:
+            raise ValueError(f"{warps} warps of {self.lanes} lanes: a program has at most 1024 threads")
+
+
+CHIPS = {
+    "sm_90": Chip(processors=132, local=227 * 1024, lanes=32),
+    "gfx942": Chip(processors=304, local=64 * 1024, lanes=64),
+    "gfx950": Chip(processors=256, local=160 * 1024, lanes=64),
+    "default": Chip(processors=108, local=64 * 1024, lanes=64),
+}
+
+#: What names of devices contain.
+KINDS = {
+    "gfx942": ("gfx942", "mi300", "mi325"),
+    "gfx950": ("gfx950", "mi350", "mi355"),
+    "sm_90": ("h100", "h200", "gh200", "h20", "h800", "sm_90"),
+}
+
+
+def kind(name: str | None = None) -> str:
+    """The table's name for a device kind (default: that of the first device); ``"default"`` for whatever is unknown."""
+    if name is None:
+        device = jax.devices()[0]
+        name = f"{device.device_kind} {getattr(device, 'compute_capability', '')}"
+    lowered = name.lower()
+    return next((k for k, parts in KINDS.items() if any(p in lowered for p in parts)), "default")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Block attention: ``keys`` of a tile, ``warps``, ``stages`` of reads under way, programs per processor
+    (``resident``), tiles that a program takes at least (``least``)."""
+
+    keys: int
+    warps: int
+    stages: int
+    resident: int = 2
+    least: int = 2
+
+
+#: By chip: (largest padded head size, most query rows of a program) -> tiles. The first that is large enough serves.
+ATTENTION: dict[str, dict[tuple[int, int], Attention]] = {
+    "sm_90": {
+        (64, 128): Attention(64, 4, 3),
+        (128, 64): Attention(64, 4, 3),
+        (128, 128): Attention(64, 8, 3, resident=1),
+        (256, 64): Attention(32, 8, 3, resident=1),
+        (512, 64): Attention(16, 8, 3, resident=1),
+    },
+    "gfx942": {
+        (64, 128): Attention(64, 4, 1),
+        (128, 64): Attention(32, 4, 1),
+        (128, 128): Attention(32, 8, 1, resident=1),
+        (256, 64): Attention(16, 8, 1, resident=1),
+        (512, 32): Attention(16, 4, 1, resident=1),
+    },
+    "gfx950": {
+        (64, 128): Attention(64, 4, 1),
+        (128, 64): Attention(32, 4, 1),
+        (128, 128): Attention(32, 8, 1, resident=1),
+        (256, 64): Attention(16, 8, 1, resident=1),
+        (512, 32): Attention(16, 4, 1, resident=1),
+    },
+    "default": {
+        (128, 64): Attention(32, 4, 1),
+        (256, 64): Attention(16, 8, 1, resident=1),
+        (512, 32): Attention(16, 4, 1, resident=1),
+    },
+}
+
+
+def attention_rows(chip: str, size: int) -> int:
+    """The most query rows that a program of this padded head size takes."""
+    wide = min(w for w, _ in ATTENTION[chip] if size <= w)
+    return max(rows for w, rows in ATTENTION[chip] if w == wide)
+
+
+def attention(chip: str, size: int, rows: int) -> Iterator[Attention]:
+    """The tiles for a padded head size and query rows, then smaller ones, for where the first do not fit."""
+    found = next((t for (wide, most), t in ATTENTION[chip].items() if size <= wide and rows <= most), None)
+    while found is not None:
+        yield found
+        if found.stages > 1:
+            found = dataclasses.replace(found, stages=found.stages - 1)
+        else:
+            found = dataclasses.replace(found, keys=found.keys // 2) if found.keys > 16 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """Features times the weights of keys and values: ``rows`` of a weight, ``depth`` columns at a time, in ``parts``
+    along the columns."""
+
+    rows: int
+    depth: int
+    parts: int
+    warps: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Injection:
+    """KV injection: tiles by the most tokens they serve (more are a matrix product of XLA), and the last kernel's
+    tokens and warps."""
+
+    projection: dict[int, Projection]
+    tokens: int = 4
+    warps: int = 2
+
+    def project(self, tokens: int) -> Projection | None:
+        """Tiles for this many tokens; None = a matrix product of XLA."""
+        return next((tile for most, tile in self.projection.items() if tokens <= most), None)
+
+
+INJECTION: dict[str, Injection] = {
+    "sm_90": Injection({16: Projection(64, 128, 4, 4, 4), 64: Projection(64, 64, 2, 4, 4)}),
+    "gfx942": Injection({16: Projection(64, 128, 4, 4, 2), 64: Projection(64, 64, 2, 4, 2)}),
+    "gfx950": Injection({16: Projection(64, 128, 4, 4, 2), 64: Projection(64, 64, 2, 4, 2)}),
+    "default": Injection({16: Projection(32, 64, 4, 4, 2), 64: Projection(32, 64, 2, 4, 1)}),
+}
+
+
+def injection(chip: str) -> Iterator[Injection]:
+    """The tiles, then such with fewer reads under way and less depth."""
+    found = INJECTION[chip]
+    yield found
+    for stages, depth in ((2, 64), (1, 32)):
+        small = {
+            n: dataclasses.replace(t, stages=min(t.stages, stages), depth=min(t.depth, depth))
+            for n, t in found.projection.items()
+        }
+        yield dataclasses.replace(found, projection=small)

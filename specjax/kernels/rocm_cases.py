@@ -1,0 +1,122 @@
+"""Shapes that kernels are compiled at for GPUs that are not there."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from specjax.kernels import (
+    block_attention,
+    block_attention_kernel,
+    configs,
+    experts,
+    kv_injection,
+    kv_injection_kernel,
+)
+from specjax.kernels.block_attention_op import View
+from specjax.kernels.kv_injection_op import Heads
+from specjax.layers.rope import RopeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``make(chip)`` gives a function and shapes; ``kernels``: names, and whether matrix units are expected.
+
+    ``scratch``: bytes per thread that a chip's code may spill.
+    """
+
+    name: str
+    kernels: dict[str, bool]
+    make: Callable[[str], tuple]
+    scratch: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def attention(name: str, view: View | None = None, **changes) -> Case:
+    """Block attention with the first tiles that a chip's table has for it."""
+    sizes = {
+        "batch": 4,
+        "rows": 16,
+        "heads": 32,
+        "kv_heads": 8,
+        "size": 128,
+        "slots": 4096,
+        "own": True,
+        "ring": False,
+    }
+    sizes |= changes
+    view = view or View(scale=sizes["size"] ** -0.5, causal=False)
+    case = block_attention.Case(**sizes, value_size=sizes["size"], dtype=jnp.dtype(jnp.bfloat16), view=view)
+
+    def make(chip):
+        plan = block_attention.tiles(case, chip)[0]
+        run = functools.partial(block_attention_kernel.launch, plan=plan)
+        return run, *block_attention.shapes(case)
+
+    # half a megabyte of sums per 64 rows: Hopper's registers are short by a few, outside of the loop over keys
+    scratch = {"sm_90": 160} if case.padded == 512 else {}
+    return Case(f"attention {name}", {"block_attention": True, "block_attention_join": False}, make, scratch)
+
+
+def injection(tokens: int, **changes) -> Case:
+    """The five layers of a drafter for an 8B model."""
+    case = kv_injection.Case(
+        batch=tokens, block=1, width=4096, layers=5, kv_heads=8, size=128, slots=2048, dtype=jnp.dtype(jnp.bfloat16),
+        own_values=True, k_bias=False, v_bias=False, k_norm=True, heads=Heads(RopeConfig(128, 1e6), 1e-6),
+    )  # fmt: skip
+    case = dataclasses.replace(case, **changes)
+
+    def make(chip):
+        tiles = next(configs.injection(chip))
+        return functools.partial(kv_injection_kernel.launch, case=case, tiles=tiles), *kv_injection.shapes(
+            case
+        )
+
+    names = {"kv_injection": False} | ({"kv_injection_project": True} if tokens <= 64 else {})
+    return Case(f"injection of {tokens}", names, make)
+
+
+def mixture(tokens: int) -> Case:
+    """A block of experts of a 30B-A3B model."""
+    case = experts.Case(tokens, 8, 128, 2048, 768, jnp.dtype(jnp.bfloat16), jax.nn.silu)
+    s, e = jax.ShapeDtypeStruct, case.experts
+    wide, deep = s((e, case.size, case.width), case.dtype), s((e, case.width, case.size), case.dtype)
+    shapes = s((tokens, case.width), case.dtype), s((tokens, case.per_token), jnp.int32), wide, wide, deep
+
+    def make(chip):
+        tiles = experts.TILES["cuda" if chip.startswith("sm") else "rocm"]
+        return functools.partial(experts.launch, case=case, tiles=tiles), *shapes
+
+    return Case(
+        f"experts {tokens} tokens", {"experts_list": False, "experts_up": True, "experts_down": True}, make
+    )
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    verify = View(scale=128**-0.5, causal=True)
+    found = [
+        attention("d64", size=64),
+        attention("d80", size=80, heads=8),
+        attention("d96", size=96, rows=8),
+        attention("d128 one row", rows=1),
+        attention("d128 8 rows", rows=8),
+        attention("d128"),
+        attention("d128 32 rows", rows=32),
+        attention("d256 8 rows", size=256, heads=16, kv_heads=2, rows=8),
+        attention("d256", size=256, heads=16, kv_heads=2),
+        attention("d512 8 rows", size=512, heads=16, kv_heads=2, rows=8),
+        attention("verify 17 rows", verify, rows=17, own=False),
+        attention("window and soft cap", View(128**-0.5, False, window=1024, softcap=50.0)),
+        attention("window from the anchor", View(128**-0.5, False, window=1024, window_from="anchor")),
+        attention("ring", View(128**-0.5, True, window=1024), own=False, ring=True, slots=1040),
+    ]
+    gemma = Heads(RopeConfig(128, 1e6, span=512), 1e-6, wide=True, value_norm=True)
+    found += [injection(1), injection(8), injection(64), injection(256)]
+    found += [
+        dataclasses.replace(
+            injection(16, size=512, kv_heads=2, own_values=False, heads=gemma), name="injection d512"
+        )
+    ]
+    return [*found, mixture(1), mixture(16)]
