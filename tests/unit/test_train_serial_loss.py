@@ -1,19 +1,14 @@
 """Losses of serial drafters: what is summed, what counts, what is learned."""
 
-import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import packing
 import pytest
 import serial_tiny
 from serial_steps import K, batch_for, features_of, lent, states_of
 
-from specjax import testing
 from specjax.drafters import eagle3_model
 from specjax.train import methods, serial
 from specjax.train.types import Batch
@@ -178,56 +173,3 @@ def test_low_precision():
     (loss, _), gradients = learned(*args)
     np.testing.assert_allclose(loss, want, rtol=0.1)
     assert {g.dtype for g in gradients} == {jnp.bfloat16.dtype}
-
-
-# ---------------------------------------------------------------- learning
-
-
-@functools.cache
-def lesson():
-    """A target of 31 tokens, and texts in which the next token follows from the last: what is to be learned."""
-    target = testing.tiny_params(3, vocab=31, width=32, layers=3, sharpness=3.0)
-    step = lambda x, _: (5 * x + 3) % 31  # noqa: E731
-    text = lambda start, n: list(itertools.accumulate(range(n - 1), step, initial=start))  # noqa: E731
-    rows = [[(text(i, 20), 3), (text(i + 9, 12), 3)] for i in range(8)]
-    return target, packing.packed(rows, 32)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "eagle3",
-        pytest.param("mtp", marks=pytest.mark.long),
-        pytest.param("assistant", marks=pytest.mark.long),
-    ],
-)
-def test_a_short_run_learns(name):
-    """PEER.18: from initial weights, the loss falls and drafts come to be right."""
-    target, batch = lesson()
-    module = methods.method(name)
-    cfg = module.config({"k": 3}, target.meta.target_cfg)
-    params = dataclasses.replace(target, meta=dataclasses.replace(target.meta, drafter=name, drafter_cfg=cfg))
-    shared, found = lent(params), features_of(params, batch)
-    recipe = module.recipe(dtype="float32", unroll=3, terms=(("ce", 1.0),))
-    p = module.init(cfg, target.target, shared, jax.random.key(0))
-    optimiser = optax.adam(1e-2)
-
-    @jax.jit
-    def step(p, state):
-        loss = lambda p: module.loss(p, shared, cfg, recipe, batch, found, jax.random.key(0))  # noqa: E731
-        (value, metrics), gradients = jax.value_and_grad(loss, has_aux=True, allow_int=True)(p)
-        gradients = jax.tree.map(
-            lambda g, x: jnp.zeros_like(x) if g.dtype == jax.dtypes.float0 else g, gradients, p
-        )
-        change, state = optimiser.update(gradients, state)
-        return optax.apply_updates(p, change), state, value, metrics["accuracy_0"]
-
-    state, losses = optimiser.init(p), []
-    for _ in range(40):
-        p, state, value, accuracy = step(p, state)
-        losses.append(float(value))
-    assert losses[-1] < 0.2 * losses[0]
-    right = np.asarray(module.matches(p, shared, cfg, batch, found, 2))
-    anchors = np.asarray(serial.choose(batch, None, jax.random.key(0)).used)[:, :-1]
-    assert right[:, 1:, 0][anchors].mean() > 0.9
-    np.testing.assert_allclose(accuracy[0] / accuracy[1], right[:, 1:, 0][anchors].mean(), atol=0.1)
