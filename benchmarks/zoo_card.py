@@ -171,7 +171,8 @@ def card(folder: Path, args: argparse.Namespace) -> str:
         "## Acceptance", "",
         f"Greedy, {options['k']} drafts per round, {options['dtype']}, first {options['limit']} prompts of each set, "
         f"at most {options['tokens']} tokens each, on {measured['device']}. *tau*: tokens per round, the target's own "
-        "one counted. *Finished texts* ended by themselves; others were cut, and texts that repeat themselves flatter tau. "
+        "one counted. *Finished texts* ended by themselves; others were cut, and texts that repeat themselves flatter "
+        "tau. "
         "*Unquantised*: tau of the same weights before they were stored compactly. *n-gram*: tau of the best of six "
         "settings of prompt lookup. *Identical*: texts equal to plain decoding's; the others part at near-ties.", "",
         *acceptance(tau, args.row or method, args.full),
