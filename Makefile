@@ -21,7 +21,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
 
-demo: $(VENV)/.stamp-install $(VENV)/.stamp-model  ## answer two prompts with and without drafting
+demo: $(VENV)/.stamp-install $(VENV)/.stamp-model  ## answer two prompts plainly and with every drafter
 	$(VENV)/bin/specjax demo
 
 test: $(VENV)/.stamp-test $(VENV)/.stamp-model  ## tests, without the long ones

@@ -252,6 +252,24 @@ class Measurement:
         )
 
 
+def told_as_table(done: dict[str, Any]) -> str:
+    """Markdown: tau by drafter and file, of finished texts in brackets, and the best n-gram setting of each file."""
+    names = list(done["sets"])
+    cell = lambda row: f"{row['tau']:.2f} ({row['tau_finished']:.2f})"  # noqa: E731
+    lines = [["drafter", *names], ["---"] * (len(names) + 1)]
+    lines += [
+        [drafter, *(cell(rows[n]) if n in rows else "" for n in names)]
+        for drafter, rows in done["drafters"].items()
+    ]
+    best = [
+        max((rows[n] for rows in done["ngram"].values() if n in rows), key=lambda row: row["tau"])
+        for n in names
+    ]
+    lines += [["best of six n-gram settings", *map(cell, best)]]
+    lines += [["texts cut", *(f"{done['plain'][n]['share_cut']:.0%}" for n in names)]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def _digest(prompts: list[np.ndarray]) -> str:
     told = hashlib.sha256()
     for ids in prompts:
@@ -273,7 +291,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    if not Measurement(args).run():
+    measurement = Measurement(args)
+    if measurement.run():
+        print(told_as_table(measurement.done))
+    else:
         print(f"unfinished after {args.seconds:g} s: run the same command again")
 
 
