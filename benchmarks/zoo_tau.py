@@ -107,7 +107,7 @@ def looked_up(cfg: ngram.Config, prompt: list[int], answer: list[int], ended: bo
     """Counters of decoding ``answer`` with an n-gram drafter, round by round over the text itself."""
     text = np.zeros(size, np.int32)
     text[: len(prompt) + len(answer)] = prompt + answer
-    lengths = np.full(-(-len(answer) // 64) * 64, len(prompt) + 1, np.int32)
+    lengths = np.full(-(-len(answer) // 256) * 256, len(prompt) + 1, np.int32)
     lengths[: len(answer)] += np.arange(len(answer), dtype=np.int32)
     tokens, counts = jax.device_get(_lookups(cfg, text, lengths))
     follow = np.lib.stride_tricks.sliding_window_view(np.pad(text, (0, cfg.k)), cfg.k)[lengths]
@@ -186,7 +186,10 @@ class Measurement:
     def plain_answers(self, name: str) -> list[Completion]:
         """What plain decoding said, as kept."""
         return [
-            Completion(None, ids, reason, Stats(), prompt, []) for prompt, ids, reason in self.answers[name]
+            Completion(
+                text=None, tokens=ids, finish_reason=reason, stats=Stats(), prompt_tokens=prompt, drafted=[]
+            )
+            for prompt, ids, reason in self.answers[name]
         ]
 
     def run(self) -> bool:
