@@ -195,4 +195,5 @@ def _tell(store: Any) -> None:
         typer.echo(f"{run['answers']:,} answers, {run['tokens']:,} tokens, {rate:,.0f} tokens/s")
 
 
+import specjax.train.cli_docstrings  # noqa: E402
 import specjax.train.cli_run  # noqa: E402, F401  (adds the command itself to the app)
