@@ -33,6 +33,9 @@ test-long: $(VENV)/.stamp-test $(VENV)/.stamp-model  ## every test that needs no
 rocm-check: $(VENV)/.stamp-test  ## compile every kernel for MI300X, MI355X and H100, without any of them
 	$(PY) -m specjax.kernels.rocm
 
+notebooks: $(VENV)/.stamp-test $(VENV)/.stamp-model  ## run the notebooks of examples
+	$(PY) -m pytest -n 0 tests/e2e/test_notebooks.py $(PYTEST_ARGS)
+
 lint: $(VENV)/.stamp-test  ## ruff: rules and formatting
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

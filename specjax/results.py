@@ -78,6 +78,8 @@ class Result:
         texts = [c.text if c.text is not None else str(c.tokens) for g in self.completions for c in g]
         return "\n".join([head + (f" | {spec}" if t.proposed else ""), *texts])
 
+    __repr__ = __str__  # the last line of a notebook's cell, and of a console
+
 
 class NonFiniteError(FloatingPointError):
     """The target's logits were not finite. ``result`` holds what was generated all the same, complete for the

@@ -241,6 +241,12 @@ class Params:
     drafter: Any = None
     meta: Any = struct.field(pytree_node=False, default=None)
 
+    def __repr__(self) -> str:
+        """What it is, without the arrays."""
+        name, drafter = (getattr(self.meta, key, None) for key in ("name", "drafter"))
+        sizes = [sum(getattr(x, "size", 0) for x in jax.tree.leaves(p)) for p in (self.target, self.drafter)]
+        return f"Params({name!r}, drafter={drafter!r}; {sizes[0]:,} and {sizes[1]:,} weights)"
+
 
 def tree_bytes(tree: Any) -> int:
     """Bytes held by the arrays (or ShapeDtypeStructs) of a pytree."""

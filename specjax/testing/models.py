@@ -55,7 +55,7 @@ def tiny_params(
     hf = tiny_config(**config) if hf is None else hf
     family = hf["model_type"]
     cfg = registry.target(family).config(hf)
-    weights = _random(registry.target(family).abstract(cfg), seed)
+    weights = random_weights(registry.target(family).abstract(cfg), seed)
     weights = _lively(weights, sharpness)
     meta = Meta(
         family=family, target_cfg=cfg, drafter=drafter, drafter_cfg=drafter_cfg, eos_ids=eos_ids, name="tiny"
@@ -73,12 +73,12 @@ def tiny_drafter(params: Params, name: str, seed: int = 1, cfg: Any = None, **ch
     cfg = module.tiny(params.meta.target_cfg) if cfg is None else cfg
     cfg = dataclasses.replace(cfg, **changes) if changes else cfg
     specs = module.abstract(cfg)
-    weights = None if specs is None else _random(specs, seed)
+    weights = None if specs is None else random_weights(specs, seed)
     meta = dataclasses.replace(params.meta, drafter=name, drafter_cfg=cfg)
     return Params(params.target, weights, meta)
 
 
-def _random(specs: Any, seed: int) -> Any:
+def random_weights(specs: Any, seed: int) -> Any:
     """Arrays in place of ArraySpecs; drawn by NumPy so that they are the same on every device."""
     rng = np.random.default_rng(seed)
 

@@ -38,6 +38,14 @@ class Store:
     def __len__(self) -> int:
         return len(self.source)
 
+    def __repr__(self) -> str:
+        """A line per source."""
+        return "\n".join(
+            f"{name}: {count['documents']:,} texts, {count['trained']:,} of {count['tokens']:,} tokens trained, "
+            f"{count['ended']:.1%} of the answers came to their end"
+            for name, count in self.counts().items()
+        )
+
     @property
     def lengths(self) -> Int[np.ndarray, " D"]:
         """Tokens per document."""

@@ -70,7 +70,7 @@ class Fitted:
     tau: float | None
     steps: int
     finished: bool
-    history: list[dict[str, Any]]
+    history: list[dict[str, Any]] = dataclasses.field(repr=False)
 
 
 def fit(
