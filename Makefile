@@ -16,7 +16,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test test-long rocm-check lint format types install clean
+.PHONY: help demo test test-long notebooks rocm-check lint format types install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
