@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels import block_attention_kernel as kernel, configs
-from specjax.kernels.block_attention_kernel import Case
 from specjax.kernels.block_attention_op import View
+from specjax.kernels.block_attention_plan import LEAST, Case, Plan, plan, power
 from specjax.kernels.configs import Attention
 
 ABOUT = "Pallas-Triton: bfloat16 or float16, blocks of up to 64 rows, head sizes from 16 to 512 that are multiples of 8"
@@ -60,37 +60,37 @@ def refuse(case: Case) -> str | None:
     return None
 
 
-def tiles(case: Case, chip: str) -> list[kernel.Plan]:
+def tiles(case: Case, chip: str) -> list[Plan]:
     """Grids to try on a chip, the best first."""
     most = configs.attention_rows(chip, case.padded)
-    rows = min(kernel.power(case.packed, kernel.LEAST), most)
+    rows = min(power(case.packed, LEAST), most)
     count = configs.CHIPS[chip].processors
-    return [kernel.plan(case, tile, most, count) for tile in configs.attention(chip, case.padded, rows)]
+    return [plan(case, tile, most, count) for tile in configs.attention(chip, case.padded, rows)]
 
 
 def build(case: Case, platform: str) -> None:
     """Compile for the current device, with smaller tiles where the first do not fit; raises what stands in the way of
     the last."""
     plans = tiles(case, configs.kind())
-    for i, plan in enumerate(plans):
+    for i, grid in enumerate(plans):
         try:
-            compile_plan(plan)
+            compile_plan(grid)
         except Exception:  # too much local memory, mostly; of any compiler
             if i + 1 == len(plans):
                 raise
         else:
-            _built[case, platform] = plan.tile
+            _built[case, platform] = grid.tile
             return
     raise ValueError(f"no tiles for heads of {case.size} channels")
 
 
-def compile_plan(plan: kernel.Plan):
+def compile_plan(grid: Plan):
     """The compiled program of one grid, without running it."""
     with (
         warnings.catch_warnings()
     ):  # where warnings are errors, this one must not count as a failure to build
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return jax.jit(functools.partial(kernel.launch, plan=plan)).lower(*shapes(plan.case)).compile()
+        return jax.jit(functools.partial(kernel.launch, plan=grid)).lower(*shapes(grid.case)).compile()
 
 
 def shapes(case: Case) -> tuple:
@@ -116,7 +116,7 @@ def bind(case: Case, reference: Callable) -> Callable:
     return apply
 
 
-def _plan(case: Case, platform: str) -> kernel.Plan:
+def _plan(case: Case, platform: str) -> Plan:
     """What was built here, or what would be tried first on such a platform."""
     chip = configs.kind()
     if (case, platform) not in _built and chip.startswith("gfx") != (platform == "rocm"):

@@ -11,9 +11,7 @@ Queries that share a key/value head are rows of one matrix: row m is position ``
 of the group. Tiles that every row sees whole are read without masks. Base-2 exponentials.
 """
 
-import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,77 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from specjax.kernels.block_attention_op import View
-from specjax.kernels.configs import Attention
+from specjax.kernels.block_attention_plan import LEAST, Case, Plan, listed_tiles, power, tiles_of
 
 NEVER = -1e30  # a score that no real one reaches, and finite: differences of two such are not NaN
-LEAST = 16  # the fewest rows or columns that NVIDIA's and AMD's matrix units take
 _PEELED = 128  # wider heads have no registers left for loops of their own over tiles without masks
 _JOINED = 4096  # numbers that the second kernel holds at a time
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """What decides whether and how the kernels are built."""
-
-    batch: int
-    rows: int
-    heads: int
-    kv_heads: int
-    size: int
-    value_size: int
-    slots: int
-    dtype: Any
-    own: bool
-    ring: bool
-    view: View
-
-    @property
-    def group(self) -> int:
-        """Query heads that share keys."""
-        return self.heads // self.kv_heads
-
-    @property
-    def packed(self) -> int:
-        """Query rows per key/value head."""
-        return self.rows * self.group
-
-    @property
-    def padded(self) -> int:
-        """Head size with padding."""
-        return power(self.size, LEAST)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The grid: query rows of a program, how many such tiles of queries a head has, programs."""
-
-    case: Case
-    tile: Attention
-    rows: int
-    programs: int
-
-    @property
-    def stacks(self) -> int:
-        """Tiles of query rows per key/value head; each reads the keys anew."""
-        return -(-self.case.packed // self.rows)
-
-    @property
-    def lines(self) -> int:
-        """Lists of tiles per row of the batch."""
-        return self.case.kv_heads * self.stacks
-
-
-def plan(case: Case, tile: Attention, most_rows: int, processors: int) -> Plan:
-    """The grid for these tiles: never more programs than there could be work for."""
-    rows = min(power(case.packed, LEAST), most_rows)
-    lines = case.batch * case.kv_heads * -(-case.packed // rows)
-    longest = lines * (-(-case.slots // tile.keys) + case.own)
-    return Plan(case, tile, rows, max(1, min(processors * tile.resident, -(-longest // tile.least))))
-
-
-def power(n: int, least: int = 1) -> int:
-    """The next power of two."""
-    return max(least, 1 << (n - 1).bit_length())
 
 
 def launch(q, keys, values, start, end, block=None, positions=None, *, plan: Plan, interpret: bool = False):
@@ -111,9 +43,11 @@ def launch(q, keys, values, start, end, block=None, positions=None, *, plan: Pla
     )(*some, q, keys, values, *(block if case.own else ()))
     if plan.programs == 1:
         return out
-    chunk = min(plan.rows, max(1, _JOINED // 4 // case.padded))
+    # parts that a line has if all are alike, read at once; as many query rows as fit beside them
+    many = min(32, power(plan.programs // (case.batch * plan.lines) + 2, 4))
+    chunk = min(plan.rows, max(1, _JOINED // many // case.padded))
     return pl.pallas_call(
-        lambda *refs: _join(*refs, plan=plan, chunk=chunk),
+        lambda *refs: _join(*refs, plan=plan, chunk=chunk, many=many),
         grid=(case.batch * plan.lines, plan.rows // chunk),
         out_shape=shape,
         input_output_aliases={2: 0},
@@ -133,66 +67,11 @@ def _named(refs, case: Case):
     return bounds, positions, q, k, v, own, outs
 
 
-# Where tiles are. All of this is for one row or, as vectors, for all rows of the batch.
-
-
-def _tiles(plan: Plan, start, end):
-    """Tiles of the cache: the first one seen, the first and last + 1 of those seen whole by every row, the end."""
-    case, view, keys = plan.case, plan.case.view, plan.tile.keys
-    end = jnp.minimum(end, case.slots)
-    stop = (end + keys - 1) // keys
-    first = whole = jnp.zeros_like(stop)
-    if case.ring:
-        return first, stop, stop, stop
-    if view.window is not None:
-        low = jnp.maximum(start - view.window + (view.window_from == "row"), 0)
-        first = jnp.minimum(low // keys, stop)
-        past = jnp.maximum(start + case.rows - view.window, 0) if view.window_from == "row" else low
-        whole = jnp.clip((past + keys - 1) // keys, first, stop)
-    until = jnp.minimum(end, start + 1) if view.causal else end
-    return first, whole, jnp.maximum(jnp.minimum(until // keys, stop), whole), stop
-
-
-@dataclasses.dataclass(frozen=True)
-class _List:
-    """The flat list of tiles, as every program knows it: vectors over rows of the batch, and scalars."""
-
-    plan: Plan
-    lane: Any
-    counts: Any
-    upto: Any
-    total: Any
-    share: Any
-
-    def row(self, flat):
-        """The row of the batch to which tile ``flat`` belongs."""
-        return jnp.sum((self.upto <= flat).astype(jnp.int32))
-
-    def line(self, b):
-        """Where row b's tiles begin, and how many each of its lines has."""
-        before = jnp.sum(jnp.where(self.lane < b, self.counts, 0))
-        return before, jnp.sum(jnp.where(self.lane == b, self.counts, 0)) // self.plan.lines
-
-
-def _list(start_ref, end_ref, plan: Plan) -> _List:
-    case = plan.case
-    lane = jnp.arange(power(case.batch, LEAST), dtype=jnp.int32)
-    there = lane < case.batch
-    start = triton.load(start_ref.at[lane], mask=there, other=0)
-    end = triton.load(end_ref.at[lane], mask=there, other=0)
-    first, _, _, stop = _tiles(plan, start, end)
-    # a line without tiles would leave its output unwritten
-    counts = jnp.where(there, jnp.maximum(stop - first + case.own, 1), 0) * plan.lines
-    total = jnp.sum(counts)
-    share = jnp.maximum((total + plan.programs - 1) // plan.programs, plan.tile.least)
-    return _List(plan, lane, counts, jnp.cumsum(counts), total, share)
-
-
 # The first kernel.
 
 
 def _attend(bounds, pos_ref, q_ref, k_ref, v_ref, own, outs, *, plan: Plan):
-    listed = _list(*bounds, plan)
+    listed = listed_tiles(bounds[0], bounds[1], plan)
     program = pl.program_id(0)
     begin = program * listed.share
     stop = jnp.minimum(begin + listed.share, listed.total)
@@ -207,11 +86,11 @@ def _attend(bounds, pos_ref, q_ref, k_ref, v_ref, own, outs, *, plan: Plan):
         whole = (t0 == 0) & (t1 == each)
 
         @pl.when(whole)
-        def _():
+        def finish():
             _store(outs[0], b, line, 0, sums[0] / jnp.maximum(sums[2], 1e-30)[:, None], plan)
 
         @pl.when(jnp.logical_not(whole))
-        def _():
+        def leave():
             part = 2 * program + (flat > begin).astype(jnp.int32)
             for ref, x in zip(outs[1:], sums, strict=True):
                 ref[(part, *(pl.ds(0, n) for n in x.shape))] = x
@@ -225,7 +104,7 @@ def _line(bounds, pos_ref, q_ref, k_ref, v_ref, own, b, line, t0, t1, *, plan: P
     """Weighted values [M C], maxima [M] and sums [M] over tiles t0 to t1 of one line."""
     case, keys = plan.case, plan.tile.keys
     start, end = bounds[0][b], jnp.minimum(bounds[1][b], case.slots)
-    first, whole, until, stop = _tiles(plan, start, end)
+    first, whole, until, stop = tiles_of(plan, start, end)
     head = line // plan.stacks
     n, place = _rows(line, 0, plan.rows, plan)
     q = _load(q_ref, (b, n, place), n < case.rows, case)
@@ -323,27 +202,29 @@ def _add(q, k, v, ok, sums, case: Case):
 # The second kernel.
 
 
-def _join(start_ref, end_ref, _, total_ref, top_ref, weight_ref, out_ref, *, plan: Plan, chunk: int):
-    listed = _list(start_ref, end_ref, plan)
+def _join(start_ref, end_ref, before_ref, *refs, plan: Plan, chunk: int, many: int):
+    del before_ref  # the output so far, which is written in place
+    total_ref, top_ref, weight_ref, out_ref = refs
+    listed = listed_tiles(start_ref, end_ref, plan)
     b, line = pl.program_id(0) // plan.lines, pl.program_id(0) % plan.lines
     row0 = pl.program_id(1) * chunk
     before, each = listed.line(b)
     begin = before + line * each
     low, high = begin // listed.share, (begin + each - 1) // listed.share
-    size, parts = plan.case.padded, max(1, _JOINED // (chunk * plan.case.padded))
+    size = plan.case.padded
     rows = row0 + jnp.arange(chunk, dtype=jnp.int32)
 
     def some(i, sums):
         total, top, weight = sums
-        program = low + i * parts + jnp.arange(parts, dtype=jnp.int32)
+        program = low + i * many + jnp.arange(many, dtype=jnp.int32)
         # only the first of them may have begun with another line
         part = 2 * program + (program * listed.share < begin).astype(jnp.int32)
-        two = (parts, chunk)
+        two = (many, chunk)
         at = tuple(jnp.broadcast_to(x, two) for x in (part[:, None], rows[None, :]))
         ok = jnp.broadcast_to((program <= high)[:, None], two)
         tops = triton.load(top_ref.at[at], mask=ok, other=NEVER)
         weights = triton.load(weight_ref.at[at], mask=ok, other=0.0)
-        three = (parts, chunk, size)
+        three = (many, chunk, size)
         column = jnp.arange(size, dtype=jnp.int32)
         at3 = tuple(
             jnp.broadcast_to(x, three)
@@ -357,10 +238,10 @@ def _join(start_ref, end_ref, _, total_ref, top_ref, weight_ref, out_ref, *, pla
         return total, new, weight * fade + jnp.sum(weights * share, axis=0)
 
     @pl.when((high > low) & (line % plan.stacks * plan.rows + row0 < plan.case.packed))
-    def _():
+    def join():
         zero = jnp.zeros((chunk,), jnp.float32)
         sums = jnp.zeros((chunk, size), jnp.float32), zero + NEVER, zero
-        total, _, weight = jax.lax.fori_loop(0, (high - low) // parts + 1, some, sums)
+        total, _, weight = jax.lax.fori_loop(0, (high - low) // many + 1, some, sums)
         _store(out_ref, b, line, row0, total / jnp.maximum(weight, 1e-30)[:, None], plan)
 
 

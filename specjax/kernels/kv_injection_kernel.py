@@ -127,7 +127,7 @@ def _project(x_ref, weights, out_ref, *, case: Case, tile: Projection, tokens: i
         triton.store(out_ref.at[job, part, at, column], total, mask=at < case.tokens)
 
     for i, ref in enumerate(weights):
-        pl.when(job == i)(lambda ref=ref: products(ref))
+        pl.when(job == i)(functools.partial(products, ref))
 
 
 def launch_finish(sums, layers, caches, pos, keep, *, case: Case, tiles: Injection, interpret: bool = False):

@@ -94,7 +94,7 @@ def kernels(fn: Callable, *shapes, platform: str = "rocm", chip: str = "gfx942")
     with _device(chip), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         lowered = jax.jit(fn).trace(*shapes).lower(lowering_platforms=(platform,))
-    found = {}
+    found: dict[tuple, Kernel] = {}
     for op in _walk(lowered.compiler_ir("stablehlo").operation):
         if op.name == "stablehlo.custom_call" and _text(op.attributes["call_target_name"]) == TARGET:
             kernel, key = _kernel(op.attributes["mhlo.backend_config"])
@@ -135,7 +135,8 @@ def _simplify(path: Path, chip: str, options: dict):
     from triton.compiler import make_backend
 
     target = GPUTarget("hip", chip, 64) if chip.startswith("gfx") else GPUTarget("cuda", int(chip[3:]), 32)
-    backend, context, stages = make_backend(target), ir.context(), {}
+    backend, context = make_backend(target), ir.context()
+    stages: dict[str, Callable] = {}
     ir.load_dialects(context)
     backend.load_dialects(context)
     module = ir.parse_mlir_module(str(path), context)
@@ -146,7 +147,7 @@ def _simplify(path: Path, chip: str, options: dict):
 
 
 def _amd(code: str) -> dict[str, int]:
-    number = lambda key: int(re.search(rf"\.{key}:\s+(\d+)", code).group(1))  # noqa: E731
+    number = lambda key: int(re.findall(rf"\.{key}:\s+(\d+)", code)[0])  # noqa: E731
     return {
         "registers": number("vgpr_count"),  # with those of accumulators
         "spilled": number("vgpr_spill_count"),

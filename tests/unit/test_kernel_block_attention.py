@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from specjax.core.cache import RingKV
-from specjax.kernels import block_attention as entry, block_attention_kernel as kernel, configs, dispatch
+from specjax.kernels import (
+    block_attention as entry,
+    block_attention_kernel as kernel,
+    block_attention_plan as plans,
+    configs,
+    dispatch,
+)
 from specjax.kernels.block_attention_op import View, attend_block, own_visible, past_visible, reference
 
 FULL, CAUSAL = View(0.2, False), View(0.2, True)
@@ -58,8 +64,8 @@ def loop(q, k, v, start, end, block, positions, view):
 def interpreted(arrays, view, most_rows=64, programs=5, tile=None):
     q, k, v, _, _, block, positions = arrays
     case = entry.case(q, k, v, block, positions, view)
-    rows = min(kernel.power(case.packed, kernel.LEAST), most_rows)
-    plan = kernel.Plan(case, tile or configs.Attention(16, 4, 2, least=1), rows, programs)
+    rows = min(plans.power(case.packed, plans.LEAST), most_rows)
+    plan = plans.Plan(case, tile or configs.Attention(16, 4, 2, least=1), rows, programs)
     return np.asarray(jax.jit(lambda *a: kernel.launch(*a, plan=plan, interpret=True))(*arrays))
 
 
@@ -141,13 +147,13 @@ def case(**changes):
 def test_tiles_fit_every_chip(chip, size):
     """KRN.1, KRN.4: local memory of the tiles in flight and threads, by arithmetic; compiled in test_kernel_rocm."""
     for rows in (1, 2, 9, 17):
-        plans = entry.tiles(case(size=size, value_size=size, rows=rows, heads=16, kv_heads=2), chip)
-        for plan in plans:
+        grids = entry.tiles(case(size=size, value_size=size, rows=rows, heads=16, kv_heads=2), chip)
+        for plan in grids:
             configs.CHIPS[chip].check(plan.tile.warps)
             assert 2 * 2 * plan.case.padded * plan.tile.keys * plan.tile.stages <= configs.CHIPS[chip].local
             assert plan.rows * plan.stacks >= plan.case.packed
-        assert plans[-1].tile.stages == 1  # KRN.2: ever smaller
-        assert plans[-1].tile.keys == 16
+        assert grids[-1].tile.stages == 1  # KRN.2: ever smaller
+        assert grids[-1].tile.keys == 16
 
 
 @pytest.mark.parametrize(
@@ -188,7 +194,7 @@ def test_on_a_cpu_the_reference_runs_and_pallas_is_refused(monkeypatch):
     arrays = arrays[0], *(jnp.nan_to_num(x) for x in arrays[1:3]), *arrays[3:]
     got = attend_block(*arrays, view=FULL)
     np.testing.assert_allclose(got, loop(*arrays, FULL), atol=2e-6)
-    with pytest.raises(ValueError, match="needs a GPU and JAX runs on cpu.*'auto' or 'xla'"):
+    with pytest.raises(ValueError, match=r"needs a GPU and JAX runs on cpu.*'auto' or 'xla'"):
         attend_block(*arrays, view=FULL, implementation="pallas")
     with pytest.raises(ValueError, match="implementation must be one of auto, pallas, xla, got 'fast'"):
         attend_block(*arrays, view=FULL, implementation="fast")
