@@ -5,6 +5,7 @@ handed out again in rows of another packing (:mod:`specjax.train.sources`).
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +54,21 @@ def extract(target: Any, pair: Pair, batch: Batch, needs: TapSpec, dtype: Any = 
         out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
     # what reads them must not change how they are computed: they are the same numbers from every source
     return jax.lax.stop_gradient(jax.lax.optimization_barrier(out))
+
+
+def spread(run: Callable[..., Any], mesh: jax.sharding.Mesh | None) -> Callable[..., Any]:
+    """``run(batch, *others)`` of rows that have nothing to do with one another: every device of the mesh does its own,
+    and nothing travels. The result's arrays have rows first, as the batch has; None: as it is."""
+    if mesh is None:
+        return run
+
+    def split(batch: Batch, *others: Any) -> Any:
+        specs = (jax.P("data"), *(jax.P() for _ in others))
+        return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=jax.P("data"), check_vma=False)(
+            batch, *others
+        )
+
+    return split
 
 
 def _rows_at_once(rows: int, bytes_per_row: int) -> int:

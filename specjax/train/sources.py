@@ -69,13 +69,15 @@ class Online:
         """Runs the target; ``rows`` may be empty."""
         del rows
         features.check(self.extract.pair, batch)
-        placed = batch if self._sharding is None else jax.device_put(batch, self._sharding)
-        return _run(self.extract, self.target, placed)
+        if self._sharding is None:
+            return _run(self.extract, self.target, batch)
+        placed = jax.device_put(batch, self._sharding)
+        return _run(self.extract, self.target, placed, getattr(self._sharding, "mesh", None))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _run(extract: Extract, target: Any, batch: Batch) -> Features:
-    return extract(target, batch)
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _run(extract: Extract, target: Any, batch: Batch, mesh: jax.sharding.Mesh | None = None) -> Features:
+    return features.spread(lambda batch, target: extract(target, batch), mesh)(batch, target)
 
 
 class Offline:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from specjax import registry
 from specjax.train import methods
-from specjax.train.features import extract
+from specjax.train.features import extract, spread
 from specjax.train.types import Batch, Features, Metrics, Recipe
 from specjax.types import Pair, Shared
 
@@ -118,10 +118,12 @@ def weights_of(state: TrainState, dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What selects a compiled step; calling it does one. ``pair`` names target and drafter with their configs."""
+    """What selects a compiled step; calling it does one. ``pair`` names target and drafter with their configs.
+    ``mesh``: devices that a batch's rows are spread over; None: one."""
 
     pair: Pair
     recipe: Recipe
+    mesh: jax.sharding.Mesh | None = None
 
     @property
     def method(self) -> Any:
@@ -135,12 +137,18 @@ class Step:
     def features(self, target: Any, batch: Batch) -> Features:
         """What the method reads of the target, in the recipe's dtype."""
         needs = self.method.needs(self.pair.drafter_cfg)
-        return extract(target, self.pair, batch, needs, self.recipe.dtype)
+        run = lambda batch, target: extract(target, self.pair, batch, needs, self.recipe.dtype)  # noqa: E731
+        return spread(run, self.mesh)(batch, target)
 
     def matches(self, state: TrainState, target: Any, batch: Batch, k: int) -> Bool[Array, "R T k"]:
         """Which drafts are right, for every anchor of a batch."""
-        weights, features = weights_of(state, self.recipe.dtype), self.features(target, batch)
-        return self.method.matches(weights, self.shared(target), self.pair.drafter_cfg, batch, features, k)
+        weights, cfg = weights_of(state, self.recipe.dtype), self.pair.drafter_cfg
+
+        def run(batch, weights, target):
+            features = dataclasses.replace(self, mesh=None).features(target, batch)
+            return self.method.matches(weights, self.shared(target), cfg, batch, features, k)
+
+        return spread(run, self.mesh)(batch, weights, target)
 
     def __call__(
         self, state: TrainState, target: Any, batch: Batch, features: Features | None
@@ -174,7 +182,8 @@ class Step:
         one = functools.partial(self._gradients, state, target)
         if parts == 1:
             return one(batch, features, key)
-        cut = lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:])  # noqa: E731
+        # every parts-th row: rows that are spread over devices stay so
+        cut = lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)  # noqa: E731
         xs = jax.tree.map(cut, (batch, features))
         keys = jax.random.split(key, parts)
         first = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], (*xs, keys)))

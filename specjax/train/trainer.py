@@ -131,7 +131,7 @@ class _Run:
             lent = registry.target(meta.family).shared(params.target, meta.target_cfg)
             weights = self.method.init(cfg, params.target, lent, jax.random.key(recipe.seed))
         self.state = jax.device_put(start(weights, self.method.frozen(cfg), recipe), everywhere)
-        self.step, self.matches = compiled(Step(self.pair, recipe))
+        self.step, self.matches = compiled(Step(self.pair, recipe, mesh if self.many else None))
 
     def _check(self, devices: Any) -> None:
         r, parts = self.recipe, self.recipe.accumulate * len(devices or [0])

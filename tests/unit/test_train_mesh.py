@@ -13,7 +13,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 #: Runs in a process of its own, with two devices of the CPU. Prints losses and weights of every run as JSON.
 SCRIPT = """
-import json, sys
+import json, re, sys
 from pathlib import Path
 
 import jax
@@ -23,7 +23,7 @@ import train_toy as toy
 from specjax import registry
 from specjax.train import methods, report
 from specjax.train.sources import Extract, open_source
-from specjax.train.trainer import Watch, fit
+from specjax.train.trainer import Watch, _Run, fit
 from specjax.types import Pair
 
 method, settings, changes, kind, folder = sys.argv[1:]
@@ -79,6 +79,10 @@ try:
     run("odd", [*both, both[0]])
 except ValueError as error:
     found["odd"] = str(error)
+both = _Run(params, recipe, cfg, None, both)
+batch = both.place(Data().batch(0))
+text = both.step.lower(both.state, both.target, batch, None).compile().as_text()
+found["travels"] = re.findall(r"= [^ ]*\\[([0-9,]*)\\][^ ]* (all-gather|all-to-all|collective-permute)\\(", text)
 print(json.dumps(found))
 """
 BLOCK = {"layers": 1, "drafts": 2, "mask_embedding": True}
@@ -122,3 +126,5 @@ def test_two_devices_learn_what_one_does(tmp_path, case):
         for mine, wanted in zip(found[name]["weights"], one["weights"], strict=True):
             np.testing.assert_allclose(mine, wanted, atol=2e-3, err_msg=name)
     assert "do not divide" in found["odd"]
+    # but for sums, only the draws that choose rows do: one number per token
+    assert [kind for shape, kind in found["travels"] if shape.count(",") > 1] == []
