@@ -34,7 +34,7 @@ def prompts(path: Path, limit: int) -> list[Any]:
     for where, row in rows.read(str(path), limit=limit):
         messages = rows.messages(where, row)
         first = next(i for i, m in enumerate(messages) if m["role"] == "user")
-        found.append(messages[: first + 1])
+        found.append(messages[: first + 1] if first else messages[0]["content"])
     return found
 
 

@@ -128,6 +128,9 @@ class Side:
         from transformers import get_cosine_schedule_with_warmup
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        torch._dynamo.config.recompile_limit = (
+            64  # its steps differ in shape, and eight of them would end compilation
+        )
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         fused = "fused" if self.device == "cuda" else "eager"
         loss = {name: (resolve_loss_config(name, fused)[name][0], f) for name, f in case.their_terms.items()}
