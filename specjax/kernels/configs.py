@@ -68,7 +68,7 @@ ATTENTION: dict[str, dict[tuple[int, int], Attention]] = {
         (64, 128): Attention(64, 4, 3),
         (128, 64): Attention(64, 4, 3),
         (128, 128): Attention(64, 8, 3, resident=1),
-        (256, 64): Attention(32, 8, 3, resident=1),
+        (256, 64): Attention(32, 8, 2, resident=1),
         (512, 64): Attention(16, 8, 3, resident=1),
     },
     "gfx942": {
