@@ -83,9 +83,8 @@ class _Module:
 
     def __init__(self, tree: ast.Module):
         self.imports: dict[str, str] = {}
-        for node in (
-            n for top in tree.body for n in (top, *getattr(top, "body", ()))
-        ):  # also under if and try
+        nodes = [n for top in tree.body for n in (top, *getattr(top, "body", ()))]  # also under if and try
+        for node in nodes:
             if isinstance(node, ast.Import):
                 self.imports |= {(a.asname or a.name).split(".")[0]: a.name.split(".")[0] for a in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -125,9 +124,7 @@ def _function(
         return None  # helpers without their package
     bare = _head(name, _without_annotations(arguments), None)
     head, imported = bare, tuple[str, ...]()
-    annotations = [a.annotation for a in _all(arguments) if a.annotation] + [node.returns] * bool(
-        node.returns
-    )
+    annotations = [a for a in (*(a.annotation for a in _all(arguments)), node.returns) if a]
     if annotations and all(map(_is_plain_annotation, annotations)):
         head = _head(name, arguments, node.returns)
         used = {n.id for a in annotations for n in ast.walk(a) if isinstance(n, ast.Name)}
@@ -156,7 +153,8 @@ def _is_static(node: ast.FunctionDef) -> bool:
 
 
 def _arguments(node: ast.FunctionDef, inside: bool) -> ast.arguments | None:
-    """Arguments without ``self``; None for a method that uses it, and for defaults that are no constants."""
+    """Arguments without ``self``; None for a method that uses it, for defaults that are no constants, and if there
+    are none."""
     given = copy.deepcopy(node.args)
     if inside and not _is_static(node):
         if not given.args or given.args[0].arg != "self" or given.posonlyargs:

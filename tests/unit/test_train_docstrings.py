@@ -252,7 +252,8 @@ def test_docstrings_in_plain_words():
         found = doctext.parse(text, "f")
         assert (found and found.summary) == expected, text
     doc = doctext.parse(
-        "Add one to a number.\n\n>>> f(g(1))\n3\n>>> m.f(1)\n2\n>>> f(2) # three\n3\n\nf(4) -> 5", "f"
+        "Add one to a number.\n\n>>> f(g(1))\n3\n>>> m.f(1)\n2\n>>> f(2) # three\n3\n\nf(4) -> 5\nf(6) -> a seven",
+        "f",
     )
     assert doc
     assert doc.examples == (("f(1)", "2"), ("f(2)", "3"), ("f(4)", "5"))
