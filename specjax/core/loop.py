@@ -5,6 +5,7 @@ string, a refill) apply to the newest state; ``request_id`` in the record credit
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import itertools
 import time
@@ -111,7 +112,16 @@ def _with_budget(jobs: list[Job]) -> Generator[Job, None, list[Job]]:
 def run_rounds(
     engine: Engine, one: Engine, state: State, rows: list[Job | None], queue: Queue, drive: Driving
 ) -> Generator[Job, None, State]:
-    """Chunks of rounds over a prefilled state until every row and the queue are finished."""
+    """Chunks of rounds over a prefilled state until every row and the queue are finished.
+
+    A chunk runs in a thread of its own: where the loop's condition is read back by the host (GPUs), the call
+    returns only when the chunk is over, and this thread credits the one before meanwhile.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1, "specjax-chunk") as beside:
+        return (yield from _rounds(engine, one, state, rows, queue, drive, beside))
+
+
+def _rounds(engine, one, state, rows, queue, drive, beside) -> Generator[Job, None, State]:
     behind: list[Emit] = []
     while True:
         free = [b for b, job in enumerate(rows) if job is None or job.reason]
@@ -121,9 +131,11 @@ def run_rounds(
         state, refilled = _refill(engine, one, state, free, entering, rows, drive)
         if all(job is None or job.reason for job in rows):
             return state
-        state, newest = _advance(engine, state, drive)
+        engine.compile_rounds(state, drive.loop)  # here: a thread does not see the caller's settings of jax
+        running = beside.submit(_advance, engine, state, drive)
         records = read(behind)
         yield from credit(records, rows, clock(engine, one))
+        state, newest = running.result()
         behind = [*refilled, *newest]
         cut = np.array([bool(job and job.reason == STOP_STRING) for job in rows])
         if cut.any():  # a stop string: the device does not know yet

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import registry
 from specjax.config import Program
@@ -78,7 +79,7 @@ class Engine:
 
     def chunk(self, state: State, rounds: int) -> tuple[State, Emit]:
         """Up to ``rounds`` rounds in one device loop; consumes ``state``."""
-        return self.compile_chunk(state)(self.weights, state, jnp.int32(rounds))
+        return self.compile_chunk(state)(self.weights, state, np.int32(rounds))
 
     def compile_prefill(self, state: State, width: int) -> Any:
         """The compiled prefill chunk; ``state`` may be shapes only."""
@@ -90,10 +91,16 @@ class Engine:
         fn, rounds = chunk_program(self.program)
         return self._get("decode", fn, (1,), self.weights, state, rounds)
 
+    def compile_rounds(self, state: State, loop: str) -> Any:
+        """What :meth:`chunk` (``loop`` "device") or :meth:`round` ("host") runs, compiled."""
+        return self.compile_chunk(state) if loop == "device" else self._compile_round(state)
+
     def round(self, state: State) -> tuple[State, Emit]:
         """One round (the host loop's step); consumes ``state``."""
-        fn = functools.partial(_single, self.program)
-        return self._run("round", fn, (1,), self.weights, state)
+        return self._compile_round(state)(self.weights, state)
+
+    def _compile_round(self, state: State) -> Any:
+        return self._get("round", functools.partial(_single, self.program), (1,), self.weights, state)
 
     def finish(self, state: State, rows) -> State:
         """Mark rows as done; consumes ``state``."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.core.cache import DenseKV
+from specjax.core.cache import DenseKV, laid_out
 from specjax.drafters import body, dflash2, pick
 from specjax.drafters.body import Layer, keys_values, layer_specs, norm, output, queries, turn
 from specjax.drafters.dflash_config import Config, check_k, checked, config, max_k, tiny_fields
@@ -183,7 +183,7 @@ def drafting_rows(
     def over_cache(i: int, kv: DenseKV, q, k, v):
         past = context_visible(cfg, i, start, kv.k.shape[2])
         own = jnp.broadcast_to(block_visible(cfg, i), (q.shape[0], cfg.rows, cfg.rows))
-        parts = ((kv.k, kv.v, past), (k.swapaxes(1, 2), v.swapaxes(1, 2), own))
+        parts = ((kv.k, kv.v, past), (*laid_out(k, v, k.dtype), own))
         return attend_parts(q, parts, cfg.body.scale)
 
     for i, kv in enumerate(dstate):

@@ -56,8 +56,9 @@ def attend_parts(
     """Softmax attention in float32 over several sets of (keys, values, visible), as if they were joined.
 
     Query head h reads key/value head ``h // (H/G)``. A cache and a block are two parts, so that nothing has
-    to be copied together. Values nobody sees are zeroed, since garbage in a cache may be NaN and 0 * NaN is
-    NaN; a query that sees nothing (padding) gives zeros.
+    to be copied together. Values must be finite even where nobody sees them, since 0 * NaN is NaN: caches keep
+    none that is not (:func:`specjax.core.cache.laid_out`), and zeroing them here would copy a cache per layer
+    and step. Keys may be anything. A query that sees nothing (padding) gives zeros.
     """
     groups, queries = parts[0][0].shape[1], q.shape[1]
     packed = rearrange(q, "b q (g r) c -> b g (r q) c", g=groups)
@@ -66,8 +67,7 @@ def attend_parts(
     weights = [jnp.exp(s - jnp.maximum(top, -1e30)) for s in scores]
     total = jnp.maximum(sum(jnp.sum(w, -1, keepdims=True) for w in weights), 1e-30)
     mixed = (
-        _mix((w / total).astype(q.dtype), values, visible)
-        for w, (_, values, visible) in zip(weights, parts, strict=True)
+        _mix((w / total).astype(q.dtype), values) for w, (_, values, _) in zip(weights, parts, strict=True)
     )
     out = functools.reduce(jnp.add, mixed)
     return rearrange(out.astype(q.dtype), "b g (r q) c -> b q (g r) c", q=queries)
@@ -82,10 +82,8 @@ def _scores(packed, keys, visible, scale, softcap) -> jax.Array:
     return jnp.where(visible[:, None, None], scores, -jnp.inf)
 
 
-def _mix(weights, values, visible) -> jax.Array:
-    seen = visible.any(1)[:, None, :, None]
-    weights = rearrange(weights, "b g r q s -> b g (r q) s")
-    return _product(weights, jnp.where(seen, values, 0), transposed=False)
+def _mix(weights, values) -> jax.Array:
+    return _product(rearrange(weights, "b g r q s -> b g (r q) s"), values, transposed=False)
 
 
 def _product(a: jax.Array, b: jax.Array, transposed: bool) -> jax.Array:

@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from specjax.train.packed import packable
 from specjax.train.sources import Extract, open_source
 from specjax.train.store import Store, differences, load
 from specjax.train.trainer import Fitted, Watch, fit
-from specjax.train.types import Recipe
+from specjax.train.types import Optimizer, Recipe, Source
 from specjax.types import Pair, Params
 
 
@@ -96,6 +96,9 @@ def _recipe(module: Any, method: str, changes: Mapping[str, Any]) -> Recipe:
     known = {field.name for field in dataclasses.fields(Recipe)} - {"method"}
     if unknown := sorted(set(changes) - known):
         raise ValueError(f"a recipe has no field(s) {unknown}; known: {', '.join(sorted(known))}")
+    for name, kinds in {"optimizer": Optimizer, "source": Source}.items():
+        if name in changes and changes[name] not in get_args(kinds):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(kinds))}, got {changes[name]!r}")
     return dataclasses.replace(module.recipe(**changes), method=method)
 
 

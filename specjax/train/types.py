@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.types import KVView, Shared, Taps, TapSpec
 
 Source = Literal["online", "offline", "hybrid"]
+Optimizer = Literal["adamw", "muon"]
 
 #: Terms of a loss by name, with their coefficients. Their meaning: :mod:`specjax.train.terms`.
 Terms = tuple[tuple[str, float], ...]
@@ -56,14 +57,15 @@ class Features:
 class Recipe:
     """How a drafter is trained. Frozen and hashable: it selects the compiled step and is saved with every checkpoint.
 
-    ``rows`` packed rows of ``length`` tokens make one step's batch, in ``accumulate`` parts. ``steps``: optimiser
-    steps. The learning rate warms up linearly over the share ``warmup`` of them and falls to 0 on a cosine.
-    ``terms``: what the loss is made of. ``decay``: weight of draft position i is ``decay ** i`` (serial drafters;
-    block drafters use ``exp(-i / gamma)``, given by ``gamma``). ``unroll``: draft steps trained in sequence (serial
-    drafters). ``anchors``: blocks per row (block drafters). ``dpace``: smoothing of D-PACE, which then sets their
+    ``rows`` packed rows of ``length`` tokens make one step's batch, in ``accumulate`` parts. ``steps``:
+    steps of the ``optimizer`` ("muon": matrices by Muon, the rest by AdamW). The learning rate warms up
+    linearly over the share ``warmup`` of them and falls to 0 on a cosine. ``terms``: what the loss is made
+    of. ``decay``: weight of draft position i is ``decay ** i`` (serial drafters; block drafters use
+    ``exp(-i / gamma)``, given by ``gamma``). ``unroll``: draft steps trained in sequence (serial drafters).
+    ``anchors``: blocks per row (block drafters). ``dpace``: smoothing of D-PACE, which then sets their
     positions' weights in place of ``gamma``; None: off. ``answers``: at most so many of a row's trained
-    positions begin a round, chosen anew in every step (serial drafters); None: all. ``dtype``: of activations and of
-    the weights' copy; masters and optimiser are float32.
+    positions begin a round, chosen anew in every step (serial drafters); None: all. ``dtype``: of
+    activations and of the weights' copy; masters and optimiser are float32.
     """
 
     method: str
@@ -71,6 +73,7 @@ class Recipe:
     rows: int = 32
     length: int = 512
     accumulate: int = 1
+    optimizer: Optimizer = "adamw"
     learning_rate: float = 1e-3
     warmup: float = 0.04
     betas: tuple[float, float] = (0.9, 0.95)

@@ -147,14 +147,17 @@ def test_rejections_at_the_wrap(kind, emitted):
 
 
 def poisoned(cache, length):
-    """Every entry at or beyond a row's length turned into NaN; of a ring, every entry but the last window."""
+    """Every entry at or beyond a row's length spoiled; of a ring, every entry but the last window.
+
+    Keys may be NaN; values are large: a cache never holds one that is not finite.
+    """
     if isinstance(cache, DenseKV):
         bad = np.arange(SLOTS) >= length[:, None]
     else:
         pos = np.asarray(cache.pos)
         bad = (pos < 0) | (pos >= length[:, None]) | (pos < length[:, None] - WINDOW)
-    nan = lambda x: jnp.where(bad[:, None, :, None], jnp.nan, x)  # noqa: E731
-    return cache.replace(k=nan(cache.k), v=nan(cache.v))
+    spoil = lambda x, value: jnp.where(bad[:, None, :, None], value, x)  # noqa: E731
+    return cache.replace(k=spoil(cache.k, jnp.nan), v=spoil(cache.v, 1e30))
 
 
 @pytest.mark.parametrize("kind", ["dense", "ring"])

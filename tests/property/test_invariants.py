@@ -215,13 +215,13 @@ def slot_of(cache, row: int, position: int) -> int:
 
 
 def poison(cache, length, window):
-    """NaN in everything that nobody may look at."""
+    """NaN keys and large values (a cache never holds one that is not finite) where nobody may look."""
     if isinstance(cache, DenseKV):
         bad = np.arange(cache.k.shape[2]) >= length[:, None] - 1
     else:
         bad = (cache.pos < 0) | (cache.pos >= length[:, None] - 1) | (cache.pos < length[:, None] - window)
-    nan = lambda x: jnp.where(bad[:, None, :, None], jnp.nan, x)  # noqa: E731
-    return cache.replace(k=nan(cache.k), v=nan(cache.v))
+    spoil = lambda x, value: jnp.where(bad[:, None, :, None], value, x)  # noqa: E731
+    return cache.replace(k=spoil(cache.k, jnp.nan), v=spoil(cache.v, 1e30))
 
 
 @CASES
