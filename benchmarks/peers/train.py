@@ -74,7 +74,8 @@ class Ours:
             more = {"decay": DECAY, "unroll": UNROLL, "answers": int(max(x.sum(1).max() for x in rounds))}
         recipe = how.recipe(
             terms=case.terms, rows=args.rows, length=args.length, dtype=args.dtype, betas=(0.9, 0.999),
-            learning_rate=args.learning_rate, steps=args.total, warmup=args.warmup / args.total, **more,
+            optimizer="adamw", learning_rate=args.learning_rate, steps=args.total, warmup=args.warmup / args.total,
+            **more,
         )  # fmt: skip
         # the features are the state before the final norm's gain
         gain = lambda f: f.replace(hidden=f.hidden * jnp.asarray(case.sharpness, f.hidden.dtype))  # noqa: E731

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:
 STEPS = 20
 OPTIMISER: dict[str, Any] = {
     "steps": STEPS, "learning_rate": 3e-3, "warmup": 0.1, "betas": (0.9, 0.999), "weight_decay": 0.01, "clip": 1.0,
-    "dtype": "float32", "source": "online",
+    "dtype": "float32", "source": "online", "optimizer": "adamw",
 }  # fmt: skip
 #: Share of every weight's own change, and of every loss, that the two may differ by.
 LOSS, WEIGHTS = 1e-4, 1e-3
