@@ -115,12 +115,14 @@ def dtype_of(params: Params) -> str:
 
 
 def _show(console: Any, title: str, runs: list[Run]) -> None:
+    from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
     plain = runs[0].answer
-    console.print(Text(title, style="bold"))
-    console.print(Text(str(plain.tokens if plain.text is None else plain.text), style="dim"))
+    console.print(
+        Panel(Text(str(plain.tokens if plain.text is None else plain.text)), title=title, title_align="left")
+    )
     table = Table()
     table.add_column("method")
     for name in ("rounds", "tau", "drafts kept", "tokens/s", "x plain", "identical"):
