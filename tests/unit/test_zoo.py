@@ -28,6 +28,11 @@ from specjax.train import methods
 ROOT = Path(__file__).parents[2]
 HF = tiny_files.config(num_hidden_layers=2)
 LIMIT = 30 << 20
+BLOCK = {"taps": (0, 2), "layers": 1, "mask_id": 1}
+#: Small drafters of every kind.
+SETTINGS = {
+    "assistant": {}, "dflash": BLOCK, "dspark": BLOCK, "eagle3": {"taps": (0, 1, 2), "k": 3}, "mtp": {"k": 2},
+}  # fmt: skip
 
 
 def benchmark(name):
@@ -44,7 +49,7 @@ def benchmark(name):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A target as a folder and as GGUF, others of the same size and of another, and a zoo with two drafters for it."""
+    """A target as a folder and as GGUF, others of the same size and of another, and a zoo with drafters for it."""
     root = tmp_path_factory.mktemp("zoo")
     arrays = {
         name: x if x.ndim > 1 else x.astype(jnp.bfloat16).astype(np.float32)
@@ -56,7 +61,7 @@ def files(tmp_path_factory):
     shallow = HF | {"num_hidden_layers": 1}
     tiny_files.folder(root / "shallow", shallow, tiny_files.tensors(shallow))
     plain = specjax.load(root / "model")
-    for method, settings in (("eagle3", {"taps": (0, 1, 2), "k": 3}), ("mtp", {"k": 2})):
+    for method, settings in SETTINGS.items():
         cfg = methods.method(method).config(settings, plain.meta.target_cfg)
         drafted = testing.tiny_drafter(plain, method, 1, cfg)
         specjax.export(drafted, root / "zoo" / "small" / method, compact=True, target="small")
@@ -83,7 +88,7 @@ def test_methods_find_them(small, target, shapes_only):
     load = lambda *drafter, **more: specjax.load(where, *drafter, shapes_only=shapes_only, **more)  # noqa: E731
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for method in ("eagle3", "mtp"):
+        for method in SETTINGS:
             meta = load(method).meta
             assert (meta.drafter, meta.drafter_notes) == (method, (f"{method}: made for small",))
         assert load(("ngram", "eagle3")).meta.drafter_cfg.drafters == ("ngram", "eagle3")
@@ -106,21 +111,23 @@ def test_what_was_loaded_by_a_path_is_exported_by_its_name(small, tmp_path):
     checkpoints.convert(tmp_path / "made", tmp_path / "converted", small / "model.gguf")
     for name in ("made", "converted"):
         assert json.loads((tmp_path / name / "config.json").read_text())["target"]["name"] == "small"
+    specjax.save(specjax.load(small / "model"), tmp_path / "saved")
+    assert specjax.load(tmp_path / "saved", ("ngram", "mtp")).meta.drafter_notes == ("mtp: made for small",)
 
 
 def test_where_there_is_none(small, monkeypatch):
     """The error names what there is, for which targets, and how to get one; a target is not loaded for nothing."""
-    here = r"no eagle3 drafter for '{}' \(it has: eagle3, mtp for small\)\. To train one: specjax train --t"
+    said = "it has: assistant, dflash, dspark, eagle3, mtp for small"
+    here = rf"no eagle3 drafter for '{{}}' \({said}\)\. To train one: specjax train --target"
     with pytest.raises(ValueError, match=here.format(small / "other")):
         specjax.load(small / "other", "eagle3")
     monkeypatch.setattr(checkpoints.tree._Reader, "read", lambda *a: pytest.fail("weights were read"))
     for target in ("tiny", str(small / "shallow")):
         with pytest.raises(ValueError, match=here.format(target)):
             specjax.load(target, "eagle3")
-    with pytest.raises(ValueError, match="no dspark drafter for 'small'"):
-        specjax.load("small", "dspark")
     with pytest.raises(
-        ValueError, match=r"no draft_model drafter for 'small' .it has: eagle3, mtp for small.$"
+        ValueError,
+        match=r"no draft_model drafter for 'small' .it has: assistant, dflash, dspark, eagle3, mtp for small.$",
     ):
         specjax.load("small", "draft_model")
     monkeypatch.setattr(zoo, "FOLDER", small / "nothing")
@@ -139,13 +146,17 @@ def test_a_layer_of_the_targets_own_goes_first(small, monkeypatch):
 
 
 def test_they_are_listed(small, monkeypatch):
-    assert [(one.target, one.method) for one in zoo.available()] == [("small", "eagle3"), ("small", "mtp")]
+    assert [(one.target, one.method) for one in zoo.available()] == [
+        ("small", method) for method in zoo.METHODS
+    ]
     assert zoo.available("other") == ()
     told = CliRunner().invoke(cli.app, ["zoo"]).stdout.splitlines()
-    assert [line.split()[:2] for line in told] == [["small", "eagle3"], ["small", "mtp"]]
+    assert [line.split()[:2] for line in told] == [["small", method] for method in zoo.METHODS]
     listed = json.loads(CliRunner().invoke(cli.app, ["zoo", "--json"]).stdout)
-    assert [one["method"] for one in listed] == ["eagle3", "mtp"]
-    assert "small: eagle3, mtp" in str(specjax.doctor())
+    assert (
+        [one["method"] for one in listed] == list(zoo.METHODS) == sorted(SETTINGS) == sorted(methods.METHODS)
+    )
+    assert "small: assistant, dflash, dspark, eagle3, mtp" in str(specjax.doctor())
     monkeypatch.setattr(zoo, "FOLDER", small / "nothing")
     assert CliRunner().invoke(cli.app, ["zoo"]).stdout == ""
 
