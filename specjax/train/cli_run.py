@@ -26,7 +26,8 @@ def run(
         str | None, _option("--method", text="eagle3, mtp, assistant, dflash or dspark.", metavar="NAME")
     ] = None,
     out: Annotated[
-        Path | None, _option("--out", text="Folder of the run; the drafter goes to OUT/drafter.")
+        Path | None,
+        _option("--out", text="Folder of the run; texts go to OUT/texts, the drafter to OUT/run/drafter."),
     ] = None,
     prompts: Annotated[list[str] | None, _option("--prompts", text=SOURCES, metavar="[NAME=]SOURCE")] = None,
     texts: Annotated[
@@ -116,6 +117,7 @@ def _check(given: dict[str, Any]) -> None:
 def _train(given: dict[str, Any]) -> Any:
     from specjax import cli
     from specjax.train import Watch, prepare, prompts as reading, train
+    from specjax.train.run import check
 
     picked = lambda names: {name: given[name] for name in names if name in given}  # noqa: E731
     fields = _object(given, "recipe") | picked(_RECIPE)
@@ -124,6 +126,7 @@ def _train(given: dict[str, Any]) -> Any:
     params = cli._load(
         {"target": given["target"], "dtype": given.get("dtype"), "verbose": given.get("verbose")}
     )
+    check(params, given["method"], shape, given.get("layout", "own"), **fields)
     texts: Any = given.get("texts")
     if texts is None:
         options = picked(_PREPARE)

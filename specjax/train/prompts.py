@@ -151,13 +151,17 @@ def _from_json(entry: Any, where: str) -> Source:
     known = {f.name for f in dataclasses.fields(Source)}
     if not isinstance(entry, Mapping) or "path" not in entry or set(entry) - known:
         raise ValueError(
-            f"{where}: a source has a path and may have {sorted(known - {'path'})}, got {entry!r}"
+            f"{where}: a source has a path and may have {sorted(known - {'path'})}, got {entry!r}; prompts "
+            "themselves are JSON lines (.jsonl)"
         )
     return Source(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
 
 
 def _told(counts: Mapping[str, Mapping[str, int]]) -> str:
-    return "; ".join(f"{name} {dict(count)}" for name, count in counts.items())
+    return "; ".join(
+        f"{name}: {', '.join(f'{n} {key}' for key, n in count.items()) or 'no rows'}"
+        for name, count in counts.items()
+    )
 
 
 def _variants(source: Source, where: str, row: Any, answers: bool) -> tuple[str | None, list[Prompt]]:

@@ -34,7 +34,10 @@ def read(
         try:
             yield f"{path}:{number}", json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number} is not valid JSON: {error}") from None
+            raise ValueError(
+                f"{path}:{number} is not valid JSON: {error}; every line is one object such as "
+                '{"turns": ["..."]}'
+            ) from None
 
 
 def text(path: str) -> str:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from specjax import checkpoints, registry
+from specjax.checkpoints import writers
 from specjax.train import made, mask, methods, vocabulary
 from specjax.train.data import TextData
 from specjax.train.packed import packable
@@ -60,8 +61,7 @@ def train(
     Raises ValueError, before anything is computed, for a method, setting or recipe that is not known or does not fit,
     and for texts of another target (naming what differs); what :func:`specjax.train.trainer.fit` raises.
     """
-    module = methods.method(method)
-    chosen = _recipe(module, method, recipe)
+    module, chosen = check(params, method, settings, layout, **recipe)
     store = (
         texts if isinstance(texts, Store) else load(*([texts] if isinstance(texts, str | Path) else texts))
     )
@@ -92,6 +92,18 @@ def train(
     return fitted
 
 
+def check(
+    params: Params, method: str, settings: Mapping[str, Any] | None = None, layout: str = "own", **recipe: Any
+) -> tuple[Any, Recipe]:
+    """(training method, recipe) of a request, as far as it can be told without texts: so that nobody waits for answers
+    first. ValueError for what is not known or does not fit the target."""
+    module = methods.method(method)
+    chosen = _recipe(module, method, recipe)
+    module.config(_masked(module, dict(settings or {}), params), params.meta.target_cfg)
+    writers.module_of(layout)
+    return module, chosen
+
+
 def _recipe(module: Any, method: str, changes: Mapping[str, Any]) -> Recipe:
     known = {field.name for field in dataclasses.fields(Recipe)} - {"method"}
     if unknown := sorted(set(changes) - known):
@@ -117,14 +129,7 @@ def _check_made_by(params: Params, store: Store) -> None:
 def _configure(module: Any, settings: dict[str, Any], params: Params, store: Store) -> tuple[Any, Any]:
     """(drafter config, ids of its draft vocabulary for ``init`` or None)."""
     meta, takes_ids = params.meta, "vocabulary" in inspect.signature(module.init).parameters
-    if (
-        getattr(module, "MASKED", False)
-        and settings.get("mask_id") is None
-        and not settings.get("mask_embedding")
-    ):
-        tokenizer = checkpoints.tokenizer.get(meta.tokenizer_id)
-        rows = registry.target(meta.family).shared(params.target, meta.target_cfg).embed.shape[0]
-        settings["mask_id"] = mask.reserved(tokenizer, rows, meta.eos_ids)
+    settings = _masked(module, settings, params)
     vocab = meta.target_cfg.vocab_size
     asked = settings.get("draft_vocab", min(getattr(module, "DRAFT_VOCAB", vocab), vocab))
     ids = None
@@ -134,6 +139,18 @@ def _configure(module: Any, settings: dict[str, Any], params: Params, store: Sto
     elif not isinstance(asked, int):
         ids = np.unique(list(asked))
     return module.config(settings, meta.target_cfg), ids if takes_ids else None
+
+
+def _masked(module: Any, settings: dict[str, Any], params: Params) -> dict[str, Any]:
+    """Settings with a token that stands for "not known yet", where the method needs one and none is named."""
+    if not getattr(module, "MASKED", False) or settings.get("mask_embedding"):
+        return settings
+    if settings.get("mask_id") is not None:
+        return settings
+    meta = params.meta
+    tokenizer = checkpoints.tokenizer.get(meta.tokenizer_id)
+    rows = registry.target(meta.family).shared(params.target, meta.target_cfg).embed.shape[0]
+    return settings | {"mask_id": mask.reserved(tokenizer, rows, meta.eos_ids)}
 
 
 def _answers(store: Store) -> list[np.ndarray]:

@@ -74,8 +74,9 @@ def test_prompts_to_drafter(target, texts, tmp_path):
         ({"lerning_rate": 1.0}, r"a recipe has no field\(s\) \['lerning_rate'\]"),
         ({"settings": {"depth": 3}}, "depth"),
         ({"source": "offline"}, "give their folder"),
-        ({"source": "cloud"}, "'online', 'offline' or 'hybrid'"),
+        ({"source": "cloud"}, "one of online, offline, hybrid"),
         ({"validation": 1.0}, "share of the prompts"),
+        ({"layout": "onnx"}, "unknown layout 'onnx'"),
         ({"rows": 3, "accumulate": 2}, "do not divide"),
     ],
 )
@@ -129,6 +130,25 @@ def test_command_line_requests(tmp_path):
     assert "--samples goes with --prompts only" in ask(*some, "--texts", "x", "--samples", "2").output
     assert "--settings is no JSON" in ask(*some, "--texts", "x", "--settings", "{").output
     assert "no training method" in ask(*some[:2], "--method", "medusa", *some[4:], "--texts", "x").output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        (("--settings", '{"depth": 3}'), "depth"),
+        (("--recipe", '{"step": 3}'), "no field"),
+        (("--layout", "onnx"), "unknown layout"),
+    ],
+)
+def test_request_is_checked_before_answers(target, tmp_path, option, error):
+    """Nobody waits for answers to be told of a misspelt setting."""
+    specjax.save(target, tmp_path / "target")
+    some = ["--target", str(tmp_path / "target"), "--method", "eagle3", "--out", str(tmp_path / "out")]
+    asked = [*some, "--prompts", str(prompts(tmp_path / "p.jsonl")), *option]
+    said = CliRunner().invoke(cli.app, ["train", *asked])
+    assert said.exit_code == 2
+    assert error in said.output
     assert not (tmp_path / "out").exists()
 
 

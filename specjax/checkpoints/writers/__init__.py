@@ -78,7 +78,7 @@ class Folder:
 
 def plan(layout: str, given: Given) -> Folder:
     """The folder of a drafter in a layout. ValueError when the layout cannot hold it, saying why and which can."""
-    module = _module(layout)
+    module = module_of(layout)
     found = _problems(layout, given)
     if found:
         others = [name for name in LAYOUTS if name != layout and not _problems(name, given)]
@@ -90,7 +90,7 @@ def plan(layout: str, given: Given) -> Folder:
 
 
 def _problems(layout: str, given: Given) -> list[str]:
-    module = _module(layout)
+    module = module_of(layout)
     if given.method not in module.METHODS:
         return [f"it is for {', '.join(module.METHODS)}"]
     return [*_compact(layout, given), *module.problems(given)]
@@ -100,7 +100,8 @@ def _compact(layout: str, given: Given) -> list[str]:
     return ["compact storage is specjax's own"] if given.bits is not None and layout != "own" else []
 
 
-def _module(layout: str) -> Any:
+def module_of(layout: str) -> Any:
+    """The module here of a layout. ValueError for one that is not known."""
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
     return importlib.import_module(f"{__name__}.{LAYOUTS[layout]}")
