@@ -39,6 +39,8 @@ _OFF = ("off", "0", "false", "none")
 _failed: dict[tuple[str, Hashable], str] = {}
 #: The same for cases that kernels do not take.
 _refused: dict[tuple[str, Hashable], str] = {}
+#: Operations whose kernel is switched off in this process, with the reason.
+_disabled: dict[str, str] = {}
 _log = logging.getLogger("specjax.kernels")
 
 
@@ -109,6 +111,8 @@ def explain(op: str) -> Choice:
         return Choice(op, "reference", f"the kernel needs a GPU and JAX runs on {backend}")
     if wanted() == "xla":
         return Choice(op, "reference", "switched off by SPECJAX_KERNELS")
+    if op in _disabled:
+        return Choice(op, "reference", _disabled[op])
     try:
         about = _module(op).ABOUT
     except ImportError as error:
@@ -119,6 +123,11 @@ def explain(op: str) -> Choice:
     if refused := of(_refused):
         about += f"; {len(refused)} case(s) ran as the reference, the last for {refused[-1]}"
     return Choice(op, "kernel", about)
+
+
+def disable(op: str, reason: str) -> None:
+    """Run ``op`` as the reference from now on; programs that are compiled already keep the kernel."""
+    _disabled[op] = reason
 
 
 def report() -> tuple[Choice, ...]:

@@ -1,4 +1,4 @@
-"""The tools that measure kernels: a try of the benchmark, and a tuner that outlives a candidate that crashes."""
+"""The self-check of kernels, a try of their benchmark, and a tuner that outlives a candidate that crashes."""
 
 import json
 import subprocess
@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from specjax.kernels import check, dispatch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -37,3 +39,24 @@ def test_the_benchmark_goes_on_where_it_stopped(tmp_path):
     assert "injection T1:" not in said
     assert "attention S64 B1 N4: floor" in said
     assert len(json.loads(out.read_text())["results"]) == 6
+
+
+def test_a_kernel_that_fails_its_check_is_switched_off(monkeypatch):
+    """KRN.6."""
+    assert check.self_check() == {}  # on a CPU no kernel runs
+    monkeypatch.setattr(dispatch.platform, "backend", lambda: "cuda")
+    monkeypatch.setattr(dispatch, "_disabled", {})
+    monkeypatch.setattr(check, "CHECKS", {"block_attention": lambda: 0.3, "kv_injection": lambda: 1e-3})
+    with pytest.warns(
+        UserWarning, match="kernel block_attention is switched off by its self-check: relative error"
+    ):
+        assert check.self_check() == {"block_attention": 0.3, "kv_injection": 1e-3}
+    assert "switched off by its self-check" in dispatch.explain("block_attention").reason
+    assert dispatch.explain("kv_injection").implementation == "kernel"
+
+
+@pytest.mark.gpu
+def test_the_self_check_on_the_device():
+    """KRN.6."""
+    assert set(check.self_check()) == set(check.CHECKS)
+    assert check.main() == 0
