@@ -81,7 +81,9 @@ def resolve(name: str | Path, revision: str | None = None, weights: bool = True)
         raise ValueError(
             f"{path} is a file but no .gguf; give the folder that holds config.json and the weights"
         )
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.lower().endswith(".gguf"):
+    if text.startswith((".", "/", "~")) or (text.lower().endswith(".gguf") and "/" in text):
+        raise ValueError(f"unknown model {text!r}: {path.absolute()} does not exist")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         return _folder(_download(text, revision, weights), text)
     known = ", ".join(SHORT_NAMES)
     raise ValueError(
@@ -114,8 +116,12 @@ def _folder(path: Path, name: str) -> Source:
         raise ValueError(
             f"{path} holds {len(files)} GGUF files; name one of: {', '.join(f.name for f in files)}"
         )
+    inside = next(
+        (p for p in (path / "drafter", path / "run" / "drafter") if (p / "config.json").is_file()), None
+    )
     raise FileNotFoundError(
         f"{path} holds no config.json, no .gguf file and no {ORBAX_META}, so it is not a model"
+        + ("" if inside is None else f" or drafter; a trained drafter is in {inside}")
     )
 
 

@@ -279,6 +279,19 @@ def test_unknown_name_lists_the_short_ones():
         hub.resolve("smollm")
 
 
+@pytest.mark.parametrize("path", ["./nobody", "../a/b", "/no/such", "~/no-such", "some/model.gguf"])
+def test_path_that_is_not_there_is_not_looked_for_on_the_hub(path):
+    with pytest.raises(ValueError, match=r"unknown model .*: /.* does not exist"):
+        hub.resolve(path)
+
+
+def test_folder_of_a_training_run_names_the_drafter_in_it(tmp_path):
+    (tmp_path / "run" / "drafter").mkdir(parents=True)
+    (tmp_path / "run" / "drafter" / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"a trained drafter is in .*run/drafter"):
+        hub.resolve(tmp_path)
+
+
 def test_missing_package_says_how_to_install_and_installs_nothing(monkeypatch):
     import subprocess
 
