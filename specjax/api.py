@@ -67,7 +67,7 @@ def load(
             None if str(target) == "tiny" else target,
             weights=not shapes_only,
         )
-        if wanted is not None and not shapes_only and any(one.shipped and not one.inside for one in wanted.asks):
+        if wanted is not None and wanted.open and not shapes_only:
             attach.found(_target(target, dtype, say, True), wanted)  # no large target is loaded for nothing
         params = checkpoints.known.named(_target(target, dtype, say, shapes_only))
         return params if wanted is None else attach.attach(params, wanted, say)

@@ -43,6 +43,11 @@ class Plan:
     asks: tuple[Ask, ...]
     rule: str
 
+    @property
+    def open(self) -> bool:
+        """Whether the target decides if there are such drafters at all."""
+        return any(ask.shipped and not ask.inside for ask in self.asks)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Ready:
