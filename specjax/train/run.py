@@ -110,7 +110,8 @@ def _recipe(module: Any, method: str, changes: Mapping[str, Any]) -> Recipe:
         raise ValueError(f"a recipe has no field(s) {unknown}; known: {', '.join(sorted(known))}")
     for name, kinds in {"optimizer": Optimizer, "source": Source}.items():
         if name in changes and changes[name] not in get_args(kinds):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(kinds))}, got {changes[name]!r}")
+            *most, last = map(repr, get_args(kinds))
+            raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {changes[name]!r}")
     return dataclasses.replace(module.recipe(**changes), method=method)
 
 

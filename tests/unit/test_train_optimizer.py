@@ -56,7 +56,7 @@ def test_an_update_turns_all_directions_alike():
 
 def test_unknown_names_are_refused():
     """Before anything is computed."""
-    with pytest.raises(ValueError, match="optimizer must be one of adamw, muon, got 'sgd'"):
+    with pytest.raises(ValueError, match="optimizer must be 'adamw' or 'muon', got 'sgd'"):
         _recipe(toy, toy.NAME, {"optimizer": "sgd"})
-    with pytest.raises(ValueError, match="source must be one of online, offline, hybrid"):
+    with pytest.raises(ValueError, match="source must be 'online', 'offline' or 'hybrid', got 'disk'"):
         _recipe(toy, toy.NAME, {"source": "disk"})
