@@ -74,7 +74,7 @@ def test_prompts_to_drafter(target, texts, tmp_path):
         ({"lerning_rate": 1.0}, r"a recipe has no field\(s\) \['lerning_rate'\]"),
         ({"settings": {"depth": 3}}, "depth"),
         ({"source": "offline"}, "give their folder"),
-        ({"source": "cloud"}, "one of online, offline, hybrid"),
+        ({"source": "cloud"}, "'online', 'offline' or 'hybrid'"),
         ({"validation": 1.0}, "share of the prompts"),
         ({"layout": "onnx"}, "unknown layout 'onnx'"),
         ({"rows": 3, "accumulate": 2}, "do not divide"),
