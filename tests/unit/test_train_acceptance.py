@@ -55,6 +55,7 @@ def trained(name: str) -> tuple[list[float], Params]:
         rows=3,
         length=NEW + 7,
         learning_rate=rate,
+        optimizer="adamw",
         dtype="float32",
         chunks=1,
         terms=(("ce", 1.0),),
