@@ -7,6 +7,7 @@ goes on behind the last one, and what is unfinished is never read.
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -157,7 +158,8 @@ class Writer:
 
     def write(self, documents: Sequence[Document]) -> None:
         """One more shard; a conversation's documents belong in one. OSError (a full disk ...) leaves the others."""
-        from safetensors.numpy import save_file
+        import safetensors
+        import safetensors.numpy
 
         if not documents:
             return
@@ -176,8 +178,16 @@ class Writer:
             "sample": column("sample", np.uint32),
             "part": column("part", np.uint32),
         }
-        with fresh_file(self.folder / f"{_SHARD}{self._next:06d}{_SUFFIX}") as fresh:
-            save_file(arrays, fresh, metadata={"sha256": digest_of(arrays)})
+        path = self.folder / f"{_SHARD}{self._next:06d}{_SUFFIX}"
+        with fresh_file(path) as fresh:
+            try:
+                safetensors.numpy.save_file(arrays, fresh, metadata={"sha256": digest_of(arrays)})
+            except safetensors.SafetensorError as error:  # what it makes of a full disk
+                raise OSError(
+                    errno.EIO,
+                    f"{error}; {self._next} shards before it are whole, and work goes on from them",
+                    str(path),
+                ) from error
         self._next += 1
 
     def save_meta(self, **changes: Any) -> None:
