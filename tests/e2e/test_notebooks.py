@@ -4,6 +4,7 @@ They are kept without outputs: what they show is made by whoever runs them, so i
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 LIMIT = 200 * 1024  # bytes of a notebook
 REAL = {"quickstart"}  # need SmolLM2
+#: What must be among a notebook's printed lines.
+SAID = {
+    "quickstart": r"\d+ tokens in \d+ passes instead of \d+",
+    "train_drafter": r"[23]\.\d\d tokens per round on prompts that it was not trained on",
+}
 
 
 def _read(path: Path):
@@ -38,8 +44,6 @@ def test_notebook_is_fit_to_be_kept(path):
 
 
 def _links(text: str) -> list[str]:
-    import re
-
     return re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
 
 
@@ -72,5 +76,9 @@ def test_notebook_runs(path, environment, tmp_path):
     if folder := os.environ.get("SPECJAX_NOTEBOOKS"):  # to look at what they show
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / path.name).write_text(nbformat.writes(notebook), "utf-8")
-    said = [o.text for c in notebook.cells for o in c.get("outputs", []) if o.get("name") == "stderr"]
-    assert not said, "\n".join(said)
+    assert not (said := _printed(notebook, "stderr")), said
+    assert re.search(SAID[path.stem], _printed(notebook, "stdout"))
+
+
+def _printed(notebook, stream: str) -> str:
+    return "".join(o.text for c in notebook.cells for o in c.get("outputs", []) if o.get("name") == stream)
