@@ -16,7 +16,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test test-long notebooks rocm-check lint format types install clean
+.PHONY: help demo test test-rest test-long notebooks rocm-check lint format types install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -27,8 +27,10 @@ demo: $(VENV)/.stamp-install $(VENV)/.stamp-model  ## answer two prompts plainly
 test: $(VENV)/.stamp-test $(VENV)/.stamp-model  ## tests, without the long ones
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long and not gpu" $(PYTEST_ARGS)
 
-test-long: $(VENV)/.stamp-test $(VENV)/.stamp-model  ## every test that needs no GPU
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not gpu" $(PYTEST_ARGS)
+test-rest: $(VENV)/.stamp-test $(VENV)/.stamp-model  ## the long tests alone, notebooks among them
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "long and not gpu" $(PYTEST_ARGS)
+
+test-long: test test-rest  ## every test that needs no GPU
 
 rocm-check: $(VENV)/.stamp-test  ## compile every kernel for MI300X, MI355X and H100, without any of them
 	$(PY) -m specjax.kernels.rocm
