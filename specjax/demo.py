@@ -93,9 +93,9 @@ def compared(
         params = plain if name == "plain" else attached(plain, name, say)
         for i, (title, prompt) in enumerate(prompts.items()):
             say(f"{name}: {title}")
-            if i == 0:  # a program's first run costs seconds of its own
-                specjax.decode(params, prompt, max_new_tokens=4, **SHAPE)
-            answer = specjax.decode(params, prompt, max_new_tokens=max_new_tokens, **SHAPE).completions[0][0]
+            options = {"max_new_tokens": max_new_tokens, **SHAPE}
+            specjax.decode(params, prompt, **options)  # the first run of a program, at each width, costs more
+            answer = specjax.decode(params, prompt, **options).completions[0][0]
             first = found[title][0].answer if found[title] else answer
             found[title].append(Run(name, answer, compare(plain, i, first, answer)))
     return found
