@@ -38,6 +38,7 @@ def test_drafting_changes_nothing(params):
         assert all(rate >= 0.95 * was for rate, was in zip(stats.accepted_per_position, STORED, strict=True))
 
 
+@pytest.mark.long
 def test_sampling_with_a_seed_equals_plain_sampling(params):
     """RNG.1, PEER.8: rule "match" at temperature 0.7."""
     options = {"max_new_tokens": 32, "temperature": 0.7, "top_p": 0.9, "seed": 3, "rule": "match"}

@@ -310,6 +310,7 @@ def specjax_command(*arguments, **env):
     return subprocess.Popen(command, env=os.environ | env, **pipes)
 
 
+@pytest.mark.long
 @pytest.mark.real
 def test_real_model_end_to_end(tmp_path):
     def generate(prompt, budget, *more):
