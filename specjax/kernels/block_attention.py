@@ -1,7 +1,6 @@
 """Block attention's entry in the table of kernels: what the kernel takes, and how it is built and bound."""
 
 import functools
-import warnings
 from collections.abc import Callable
 
 import jax
@@ -9,8 +8,9 @@ import jax.numpy as jnp
 
 from specjax.kernels import block_attention_kernel as kernel, configs
 from specjax.kernels.block_attention_op import View
-from specjax.kernels.block_attention_plan import LEAST, Case, Plan, plan, power
-from specjax.kernels.configs import Attention
+from specjax.kernels.block_attention_plan import Case, Plan, plan, power
+from specjax.kernels.building import compiling, first_that_builds
+from specjax.kernels.configs import LEAST, Attention
 
 ABOUT = "Pallas-Triton: bfloat16 or float16, blocks of up to 64 rows, head sizes from 16 to 512 that are multiples of 8"
 MAX_ROWS = 64
@@ -71,25 +71,12 @@ def tiles(case: Case, chip: str) -> list[Plan]:
 def build(case: Case, platform: str) -> None:
     """Compile for the current device, with smaller tiles where the first do not fit; raises what stands in the way of
     the last."""
-    plans = tiles(case, configs.kind())
-    for i, grid in enumerate(plans):
-        try:
-            compile_plan(grid)
-        except Exception:  # too much local memory, mostly; of any compiler
-            if i + 1 == len(plans):
-                raise
-        else:
-            _built[case, platform] = grid.tile
-            return
-    raise ValueError(f"no tiles for heads of {case.size} channels")
+    _built[case, platform] = first_that_builds(tiles(case, configs.kind()), compile_plan).tile
 
 
 def compile_plan(grid: Plan):
     """The compiled program of one grid, without running it."""
-    with (
-        warnings.catch_warnings()
-    ):  # where warnings are errors, this one must not count as a failure to build
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+    with compiling():
         return jax.jit(functools.partial(kernel.launch, plan=grid)).lower(*shapes(grid.case)).compile()
 
 

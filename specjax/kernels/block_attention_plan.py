@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton
 
 from specjax.kernels.block_attention_op import View
-from specjax.kernels.configs import Attention
-
-LEAST = 16  # the fewest rows or columns that NVIDIA's and AMD's matrix units take
+from specjax.kernels.configs import LEAST, Attention
 
 
 @dataclasses.dataclass(frozen=True)

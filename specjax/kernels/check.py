@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from specjax.kernels import dispatch
 from specjax.kernels.block_attention_op import View, attend_block, reference as plain_attention
+from specjax.kernels.building import told
 from specjax.kernels.kv_injection_op import Heads, Projections, inject, reference as plain_injection
 from specjax.layers.rope import RopeConfig
 
@@ -74,7 +75,7 @@ def self_check() -> dict[str, float]:
             )
         except Exception as error:  # a kernel that cannot even be run
             errors[op] = float("inf")
-            wrong = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
+            wrong = told(error)
         if wrong:
             dispatch.disable(op, f"switched off by its self-check: {wrong}")
             warnings.warn(f"kernel {op} is switched off by its self-check: {wrong}", stacklevel=2)

@@ -33,6 +33,8 @@ CHIPS = {
     "default": Chip(processors=108, local=64 * 1024, lanes=64),
 }
 
+LEAST = 16  # the fewest rows or columns that NVIDIA's and AMD's matrix units take
+
 #: What names of devices contain.
 KINDS = {
     "gfx942": ("gfx942", "mi300", "mi325"),
@@ -62,6 +64,15 @@ class Attention:
     least: int = 2
 
 
+#: AMD's data-centre chips, whose tiles are the same until one has been timed.
+_CDNA_ATTENTION = {
+    (64, 128): Attention(64, 4, 1),
+    (128, 64): Attention(32, 4, 1),
+    (128, 128): Attention(32, 8, 1, resident=1),
+    (256, 64): Attention(16, 8, 1, resident=1),
+    (512, 32): Attention(16, 4, 1, resident=1),
+}
+
 #: By chip: (largest padded head size, most query rows of a program) -> tiles. The first that is large enough serves.
 ATTENTION: dict[str, dict[tuple[int, int], Attention]] = {
     "sm_90": {
@@ -71,20 +82,8 @@ ATTENTION: dict[str, dict[tuple[int, int], Attention]] = {
         (256, 64): Attention(32, 8, 2, resident=1),
         (512, 64): Attention(16, 8, 3, resident=1),
     },
-    "gfx942": {
-        (64, 128): Attention(64, 4, 1),
-        (128, 64): Attention(32, 4, 1),
-        (128, 128): Attention(32, 8, 1, resident=1),
-        (256, 64): Attention(16, 8, 1, resident=1),
-        (512, 32): Attention(16, 4, 1, resident=1),
-    },
-    "gfx950": {
-        (64, 128): Attention(64, 4, 1),
-        (128, 64): Attention(32, 4, 1),
-        (128, 128): Attention(32, 8, 1, resident=1),
-        (256, 64): Attention(16, 8, 1, resident=1),
-        (512, 32): Attention(16, 4, 1, resident=1),
-    },
+    "gfx942": _CDNA_ATTENTION,
+    "gfx950": _CDNA_ATTENTION,
     "default": {
         (128, 64): Attention(32, 4, 1),
         (256, 64): Attention(16, 8, 1, resident=1),
@@ -136,10 +135,12 @@ class Injection:
         return next((tile for most, tile in self.projection.items() if tokens <= most), None)
 
 
+_CDNA_INJECTION = Injection({16: Projection(64, 128, 4, 4, 2), 64: Projection(64, 64, 2, 4, 2)})
+
 INJECTION: dict[str, Injection] = {
     "sm_90": Injection({16: Projection(64, 128, 4, 4, 4), 64: Projection(64, 64, 2, 4, 4)}),
-    "gfx942": Injection({16: Projection(64, 128, 4, 4, 2), 64: Projection(64, 64, 2, 4, 2)}),
-    "gfx950": Injection({16: Projection(64, 128, 4, 4, 2), 64: Projection(64, 64, 2, 4, 2)}),
+    "gfx942": _CDNA_INJECTION,
+    "gfx950": _CDNA_INJECTION,
     "default": Injection({16: Projection(32, 64, 4, 4, 2), 64: Projection(32, 64, 2, 4, 1)}),
 }
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from specjax.core import platform
+from specjax.kernels.building import told
 
 #: Modules by operation, imported when a GPU asks for them; None where there is no kernel yet.
 KERNELS: dict[str, str | None] = {
@@ -144,8 +145,7 @@ def _failure(op: str, case: Hashable, backend: str) -> str | None:
     try:
         _module(op).build(case, backend)
     except Exception as error:  # of any compiler, for any reason: the reference always works
-        first = (str(error).strip() or "no message").splitlines()[0]
-        why = _failed[op, case] = f"not built for {backend}: {type(error).__name__}: {first[:200]}"
+        why = _failed[op, case] = f"not built for {backend}: {told(error)}"
         warnings.warn(f"kernel {op}: {why}; the reference runs instead, for {case}", stacklevel=2)
         return why
     return None

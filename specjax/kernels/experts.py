@@ -12,7 +12,6 @@ so that programs are as many as the chip holds and share the work evenly however
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 
 import jax
@@ -20,6 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
+
+from specjax.kernels.building import compiling
 
 ABOUT = "Pallas-Triton: bfloat16 or float16, up to 64 tokens, sizes that are multiples of 16"
 MAX_TOKENS = 64
@@ -111,10 +112,7 @@ def build(case: Case, platform: str) -> None:
     ids = x((case.tokens, case.per_token), jnp.int32)
     wide, deep = x((e, case.size, case.width), case.dtype), x((e, case.width, case.size), case.dtype)
     run = functools.partial(launch, case=case, tiles=TILES[platform])
-    with (
-        warnings.catch_warnings()
-    ):  # where warnings are errors, this one must not count as a failure to build
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+    with compiling():
         jax.jit(run).lower(x((case.tokens, case.width), case.dtype), ids, wide, wide, deep).compile()
 
 

@@ -1,13 +1,13 @@
 """KV injection's entry in the table of kernels: what the kernels take, and how they are built and bound."""
 
 import functools
-import warnings
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from specjax.kernels import configs, kv_injection_kernel as kernel
+from specjax.kernels.building import compiling, first_that_builds
 from specjax.kernels.configs import Injection
 from specjax.kernels.kv_injection_kernel import Case
 from specjax.kernels.kv_injection_op import Heads, Projections
@@ -70,24 +70,13 @@ def refuse(case: Case) -> str | None:
 def build(case: Case, platform: str) -> None:
     """Compile for the current device, with smaller tiles where the first do not fit; raises what stands in the way of
     the last."""
-    tiles = list(configs.injection(configs.kind()))
-    for i, tile in enumerate(tiles):
-        try:
-            compile_tiles(case, tile)
-        except Exception:  # too much local memory, mostly; of any compiler
-            if i + 1 == len(tiles):
-                raise
-        else:
-            _built[case, platform] = tile
-            return
+    tiles = configs.injection(configs.kind())
+    _built[case, platform] = first_that_builds(tiles, functools.partial(compile_tiles, case))
 
 
 def compile_tiles(case: Case, tiles: Injection):
     """The compiled program with these tiles, without running it."""
-    with (
-        warnings.catch_warnings()
-    ):  # where warnings are errors, this one must not count as a failure to build
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+    with compiling():
         run = functools.partial(kernel.launch, case=case, tiles=tiles)
         return jax.jit(run, donate_argnums=2).lower(*shapes(case)).compile()
 

@@ -19,12 +19,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from specjax.kernels.configs import Injection, Projection
+from specjax.kernels.configs import LEAST, Injection, Projection
 from specjax.kernels.kv_injection_op import Heads, Projections
 from specjax.layers.linear import linear
 from specjax.layers.rope import inverse_frequencies
-
-LEAST = 16  # the fewest rows or columns that NVIDIA's and AMD's matrix units take
 
 
 @dataclasses.dataclass(frozen=True)

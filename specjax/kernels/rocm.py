@@ -17,13 +17,13 @@ import os
 import re
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 
 from specjax.kernels import configs
+from specjax.kernels.building import compiling, told
 
 TARGET = "__gpu$xla.gpu.triton"
 #: Platform, and the matrix instructions of its assembly.
@@ -91,8 +91,7 @@ class Report:
 
 def kernels(fn: Callable, *shapes, platform: str = "rocm", chip: str = "gfx942") -> list[Kernel]:
     """The distinct kernels of ``fn`` at these shapes, lowered for a platform; no device is needed."""
-    with _device(chip), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+    with _device(chip), compiling():
         lowered = jax.jit(fn).trace(*shapes).lower(lowering_platforms=(platform,))
     found: dict[tuple, Kernel] = {}
     for op in _walk(lowered.compiler_ir("stablehlo").operation):
@@ -116,9 +115,7 @@ def compiled(kernel: Kernel, chip: str, case: str = "") -> Report:
             target = _simplify(path, chip, options)
             binary = triton.compile(str(path), target=target, options=options)
         except Exception as error:  # of any part of the compiler: reported, the other kernels go on
-            return dataclasses.replace(
-                base, error=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            )
+            return dataclasses.replace(base, error=told(error))
     code = binary.asm["amdgcn" if platform == "rocm" else "ptx"]
     figures = _amd(code) if platform == "rocm" else _nvidia(binary.asm["cubin"])
     count = collections.Counter(re.findall(pattern, code))

@@ -92,6 +92,13 @@ class Recipe:
     seed: int = 0
 
 
+def by_muon(changes: Mapping[str, Any], adamw: float) -> dict[str, Any]:
+    """Optimizer and learning rate of a method that is trained by Muon unless ``changes`` ask for AdamW; ``adamw``: the
+    learning rate then."""
+    asked = changes.get("optimizer", "muon")
+    return {"optimizer": asked, "learning_rate": adamw if asked == "adamw" else 3e-3}
+
+
 #: Sums over a batch: ``name -> (sum, weight)``; the metric is their quotient, also over several batches.
 Metrics = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
 

@@ -21,7 +21,7 @@ from specjax.layers.linear import linear
 from specjax.train import block, block_loss, init as initial, losses, shape
 from specjax.train.products import lookup, product
 from specjax.train.terms import check_terms
-from specjax.train.types import Batch, Features, Metrics, Recipe
+from specjax.train.types import Batch, Features, Metrics, Recipe, by_muon
 from specjax.types import Shared, TapSpec
 
 #: Residual streams that are fused, unless told otherwise, and where they are too few layers to spread them over.
@@ -40,10 +40,7 @@ OWN = ("body", "layers", "drafts", "draft_vocab", "transformer", "taps", "mask_i
 def recipe(**changes: Any) -> Recipe:
     """Cross entropy with the text, weighing ``exp(-i / 4)`` at draft position i; 64 blocks per row. By Muon, which
     needs a fraction of AdamW's steps."""
-    how = {"optimizer": "muon", "learning_rate": 3e-3}
-    if changes.get("optimizer") == "adamw":
-        how["learning_rate"] = 6e-4
-    given = how | {"terms": (("ce", 1.0),), "gamma": 4.0, "anchors": 64, "chunks": 2}
+    given = by_muon(changes, adamw=6e-4) | {"terms": (("ce", 1.0),), "gamma": 4.0, "anchors": 64, "chunks": 2}
     return Recipe(method="dflash", **{**given, **changes})
 
 

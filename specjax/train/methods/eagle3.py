@@ -21,7 +21,7 @@ from specjax.layers.rope import rope_angles
 from specjax.train import init as initial, serial, shape
 from specjax.train.losses import Transform
 from specjax.train.serial import Head, Net
-from specjax.train.types import Batch, Features, Metrics, Recipe
+from specjax.train.types import Batch, Features, Metrics, Recipe, by_muon
 from specjax.types import AbsorbIn, Shared, TapSpec
 
 DRAFT_VOCAB = 8192
@@ -37,10 +37,7 @@ _OWN = {"body", "layers", "draft_vocab", "transformer"}
 
 def recipe(**changes: Any) -> Recipe:
     """Seven steps, each weighing 0.8 of the one before; soft labels over the draft vocabulary. By Muon."""
-    how = {"optimizer": "muon", "learning_rate": 3e-3}
-    if changes.get("optimizer") == "adamw":
-        how["learning_rate"] = 1.5e-3
-    given = how | {"terms": (("kl", 1.0),), "decay": 0.8, "unroll": 7, "chunks": 1}
+    given = by_muon(changes, adamw=1.5e-3) | {"terms": (("kl", 1.0),), "decay": 0.8, "unroll": 7, "chunks": 1}
     return serial.with_room(Recipe(method="eagle3", **{**given, **changes}), changes)
 
 
