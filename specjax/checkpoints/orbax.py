@@ -1,7 +1,8 @@
 """Our own checkpoint: one orbax folder with the arrays, the JSON meta, and a copy of the tokenizer.
 
 Layout: ``params/`` (orbax pytree ``{"target", "drafter"}``), ``specjax/data.json`` (meta: names,
-configs, and shape and type of every array), ``tokenizer/`` (files of ``save_pretrained``; absent without a tokenizer).
+configs, and shape and type of every array), ``specjax/sizes.json`` (bytes of every file of ``params/``),
+``tokenizer/`` (files of ``save_pretrained``; absent without a tokenizer).
 """
 
 import json
@@ -20,6 +21,7 @@ from specjax.types import ArraySpec, Params
 FORMAT = 1
 _TOKENIZER = "tokenizer"
 _META = Path(ORBAX_META).parent.name
+_SIZES = Path(_META) / "sizes.json"
 
 
 def save(params: Params, folder: str | Path) -> None:
@@ -60,6 +62,7 @@ def load(folder: str | Path, shapes_only: bool = False) -> Params:
     )
     if shapes_only:
         return Params(wanted["target"], wanted["drafter"], meta)
+    _check_sizes(folder)
     ocp, context = _orbax()
     try:
         with context:
@@ -74,6 +77,28 @@ def _write(folder: Path, trees: dict[str, Any], meta: dict[str, Any]) -> None:
     json.dumps(meta)  # a value JSON cannot hold is an error before any array is written
     with context:
         ocp.save_checkpointables(folder, {"params": trees, _META: meta})
+    (folder / _SIZES).write_text(json.dumps(_sizes(folder)), "utf-8")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file that holds arrays."""
+    files = sorted(path for path in (folder / "params").rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _check_sizes(folder: Path) -> None:
+    """Refuse a folder that was cut short, before any read: orbax leaves its other reads running when one fails."""
+    try:
+        said = json.loads((folder / _SIZES).read_text("utf-8"))
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"{folder} is damaged: {_SIZES} cannot be read ({error})") from None
+    found = _sizes(folder)
+    for name, size in said.items():
+        if found.get(name) != size:
+            state = f"holds {found[name]} bytes" if name in found else "is missing"
+            raise ValueError(
+                f"{folder} is damaged: {name} {state}, {size} were written; save or copy it again"
+            )
 
 
 def _orbax():

@@ -1,9 +1,7 @@
 """Our own folder: complete, exact, written whole or not at all."""
 
-import gc
 import json
 import shutil
-import sys
 import warnings
 
 import jax
@@ -138,24 +136,31 @@ def test_inconsistent_meta(tmp_path, change, said):
         orbax.load(tmp_path / "m")
 
 
-@pytest.fixture
-def abandoned_reads(monkeypatch):
-    """A read that fails leaves orbax's other reads behind; they complain when collected, here and not later."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    yield
-    gc.collect()
-
-
-@pytest.mark.usefixtures("abandoned_reads")
-def test_damaged_folder(tmp_path):
+def test_damaged_folder(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"not written by specjax\.save"):
         orbax.load(tmp_path)
     orbax.save(tiny_params(), tmp_path / "m")
-    largest = max(
-        (tmp_path / "m" / "params").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0
-    )
-    largest.write_bytes(largest.read_bytes()[:100])
-    with pytest.raises(ValueError, match="damaged"):
+    files = [path for path in (tmp_path / "m" / "params").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    whole = largest.read_bytes()
+    for cut in (100, len(whole) - 1):
+        largest.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=f"damaged: .* holds {cut} bytes, {len(whole)} were written"):
+            orbax.load(tmp_path / "m")
+    largest.unlink()
+    with pytest.raises(ValueError, match=r"damaged: .* is missing"):
+        orbax.load(tmp_path / "m")
+    largest.write_bytes(whole)
+    with monkeypatch.context() as patch:  # what else orbax may find
+
+        def refused(*_):
+            raise KeyError("chunk")
+
+        patch.setattr("orbax.checkpoint.v1.load_checkpointables", refused)
+        with pytest.raises(ValueError, match=r"damaged: its arrays could not be read \('chunk'\)"):
+            orbax.load(tmp_path / "m")
+    meta_file(tmp_path / "m").with_name("sizes.json").unlink()
+    with pytest.raises(ValueError, match=r"damaged: .*sizes\.json"):
         orbax.load(tmp_path / "m")
     meta_file(tmp_path / "m").write_text("{")
     with pytest.raises(ValueError, match=r"data\.json is damaged"):
