@@ -20,10 +20,12 @@ _OPEN: contextvars.ContextVar[Say | None] = contextvars.ContextVar("specjax_prog
 
 
 @contextlib.contextmanager
-def line(verbose: bool | None = None) -> Iterator[Say]:
+def line(verbose: bool | None = None, logged: bool = False) -> Iterator[Say]:
     """A function that replaces the text of the progress line; the line vanishes at the end.
 
-    ``verbose``: None = only on a terminal, False = never, True = also elsewhere, as ordinary lines.
+    ``verbose``: None = only on a terminal, False = never, True = also elsewhere, as ordinary lines. ``logged``: for
+    work that takes hours, and whose output may go to a file: ordinary lines off a terminal unless ``verbose`` is
+    False, the longer it takes the rarer, but at least one every minute.
     Do not keep it open across a ``yield``: whoever consumes the generator may want to print.
     """
     outer = _OPEN.get()
@@ -31,7 +33,7 @@ def line(verbose: bool | None = None) -> Iterator[Say]:
         yield _silent if verbose is False else outer
         return
     with contextlib.ExitStack() as stack:
-        say = _open(stack, verbose)
+        say = _open(stack, verbose, logged)
         token = _OPEN.set(say)
         try:
             yield say
@@ -39,11 +41,11 @@ def line(verbose: bool | None = None) -> Iterator[Say]:
             _OPEN.reset(token)
 
 
-def _open(stack: contextlib.ExitStack, verbose: bool | None) -> Say:
+def _open(stack: contextlib.ExitStack, verbose: bool | None, logged: bool) -> Say:
     if verbose is False:
         return _silent
     if not sys.stderr.isatty():
-        return _plain_lines() if verbose else _silent
+        return _plain_lines() if verbose or logged else _silent
     from rich.console import Console
     from rich.text import Text
 
@@ -55,14 +57,16 @@ def _silent(text: str) -> None:
     del text
 
 
-def _plain_lines() -> Say:
-    """Print lines; of those that differ only after a colon (a counter), at most one a second."""
-    last, shown = "", 0.0
+def _plain_lines(clock: Callable[[], float] = time.monotonic) -> Say:
+    """Print lines. Of those that only differ after a colon: one a second at first, one a minute at last."""
+    began = clock()
+    last, shown = "", began
 
     def say(text: str) -> None:
         nonlocal last, shown
-        topic, now = text.partition(":")[0], time.monotonic()
-        if topic == last and now - shown < 1.0:
+        topic, now = text.partition(":")[0], clock()
+        pause = min(60.0, max(1.0, (now - began) / 20.0))
+        if topic == last and now - shown < pause:
             return
         last, shown = topic, now
         print(text, file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
 """One round: draft, verify, accept, commit. Pure functions of (weights, state); nothing here knows a
-family or a drafter by name.
+family or a drafter by name. The parts of a round are named scopes (draft, verify, accept, commit, inject), so that
+traces of a device can be read by them.
 
 Invariants (the tests assert each):
 
@@ -34,12 +35,14 @@ from specjax.types import (
     Rule,
     State,
     TapSpec,
+    TargetOut,
     Verdict,
 )
 
 Weights = tuple[Any, Any]  # (target weights, drafter weights or None)
 
 
+@jax.named_scope("draft")
 def draft(pair: Pair, weights: Weights, state: State, k: int) -> tuple[Proposal, State]:
     """Ask the drafter for up to ``k`` tokens per row; without a drafter the proposal is empty."""
     rows = state.length.shape[0]
@@ -129,29 +132,46 @@ def natural_rule(proposal: Proposal) -> Rule:
 
 def _verify_width(pair: Pair, width: int, k: int, rule, logprobs, weights, state: State, proposal, count):
     proposal = _truncate(proposal, width)
-    target, cfg = registry.target(pair.family), pair.target_cfg
-    anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)
-    block = jnp.concatenate([anchor, proposal.tokens], 1)
-    pos = state.length[:, None] - 1 + jnp.arange(width + 1)
-    valid = jnp.full(state.length.shape, width + 1, jnp.int32)
-    out = target.forward(weights[0], cfg, block, pos, valid, state.target, needs(pair), "verify")
-    verdict = accept(
-        out.hidden,
-        functools.partial(target.unembed, weights[0], cfg),
-        proposal,
-        count,
-        ~state.done,
-        state,
-        rule,
-        logprobs,
-    )
-    cache = target.commit(cfg, out.cache, verdict.emitted)
-    state = commit(dataclasses.replace(state, target=cache), verdict)
-    state = _absorb(pair, weights, state, block, verdict.out_tokens, pos, verdict.emitted, out, "verify")
+    block, pos = block_of(state, proposal)
+    out = look(pair, weights, state, block, pos)
+    verdict = judge(pair, weights, state, out.hidden, proposal, count, rule, logprobs)
+    state = settle(pair, state, out.cache, verdict)
+    state = inject(pair, weights, state, block, verdict.out_tokens, pos, verdict.emitted, out, "verify")
     pad = lambda x: jnp.pad(x, ((0, 0), (0, k - width)))  # noqa: E731
     return state, dataclasses.replace(
         verdict, out_tokens=pad(verdict.out_tokens), logprobs=pad(verdict.logprobs)
     )
+
+
+def block_of(state: State, proposal: Proposal) -> tuple[Int[Array, "B Q"], Int[Array, "B Q"]]:
+    """What is verified: the anchor and the drafts behind it, and their positions."""
+    anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)
+    block = jnp.concatenate([anchor, proposal.tokens], 1)
+    return block, state.length[:, None] - 1 + jnp.arange(block.shape[1])
+
+
+@jax.named_scope("verify")
+def look(pair: Pair, weights: Weights, state: State, block, pos) -> TargetOut:
+    """The target's pass over a block; nothing is committed."""
+    target, cfg = registry.target(pair.family), pair.target_cfg
+    valid = jnp.full(state.length.shape, block.shape[1], jnp.int32)
+    return target.forward(weights[0], cfg, block, pos, valid, state.target, needs(pair), "verify")
+
+
+@jax.named_scope("accept")
+def judge(
+    pair: Pair, weights: Weights, state: State, hidden, proposal: Proposal, count, rule, logprobs
+) -> Verdict:
+    """How many drafts are kept, and the target's own token behind them."""
+    unembed = functools.partial(registry.target(pair.family).unembed, weights[0], pair.target_cfg)
+    return accept(hidden, unembed, proposal, count, ~state.done, state, rule, logprobs)
+
+
+@jax.named_scope("commit")
+def settle(pair: Pair, state: State, cache: Any, verdict: Verdict) -> State:
+    """The state with what was emitted, ``cache`` being the target's after :func:`look`."""
+    cache = registry.target(pair.family).commit(pair.target_cfg, cache, verdict.emitted)
+    return commit(dataclasses.replace(state, target=cache), verdict)
 
 
 def _truncate(proposal: Proposal, width: int) -> Proposal:
@@ -187,7 +207,9 @@ def needs(pair: Pair) -> TapSpec:
     return registry.drafter(pair.drafter).NEEDS(pair.drafter_cfg)
 
 
-def _absorb(pair: Pair, weights, state: State, tokens, next_tokens, pos, keep, out, mode: Mode) -> State:
+@jax.named_scope("inject")
+def inject(pair: Pair, weights, state: State, tokens, next_tokens, pos, keep, out, mode: Mode) -> State:
+    """Hand the target's features ``out`` of a block to the drafter."""
     if pair.drafter is None:
         return state
     hidden = out.hidden if needs(pair).hidden else None
@@ -227,7 +249,7 @@ def prefill(
     # both from the state after: a drafter that reads tokens alone waits for the target, else XLA runs the two side by
     # side and needs their temporaries at once
     tokens, following = (jnp.take_along_axis(state.tokens, jnp.minimum(at, last), 1) for at in (pos, pos + 1))
-    return _absorb(pair, weights, state, tokens, following, pos, valid, out, "extend"), verdict
+    return inject(pair, weights, state, tokens, following, pos, valid, out, "extend"), verdict
 
 
 def finish(state: State, rows: Array) -> State:

@@ -1,7 +1,7 @@
 """Settings of a native MTP drafter and whether they fit the target."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -129,19 +129,6 @@ def adapted(cfg: Config, settings: Mapping[str, Any], eos_ids: Iterable[int]) ->
     if "draft_vocab" in settings:
         out["draft_ids"] = _draft_ids(settings["draft_vocab"], eos_ids, cfg.head_rows)
     return out
-
-
-def most_frequent(texts: Iterable[Sequence[int]], count: int) -> list[int]:
-    """The ``count`` token ids that occur most often in ``texts``, ascending; of equally frequent ones the lower.
-
-    What ``draft_vocab`` takes: ``most_frequent((tokenizer.encode(t) for t in texts), 32_000)``. Fewer are given
-    when there are no more.
-    """
-    seen: dict[int, int] = {}
-    for text in texts:
-        for token, n in zip(*np.unique(np.asarray(text, np.int64), return_counts=True), strict=True):
-            seen[int(token)] = seen.get(int(token), 0) + int(n)
-    return sorted(sorted(seen, key=lambda token: (-seen[token], token))[:count])
 
 
 def from_json(data: Mapping[str, Any], target_cfg: Any) -> Config:

@@ -91,7 +91,7 @@ class Report:
 
 def kernels(fn: Callable, *shapes, platform: str = "rocm", chip: str = "gfx942") -> list[Kernel]:
     """The distinct kernels of ``fn`` at these shapes, lowered for a platform; no device is needed."""
-    with _device(chip), compiling():
+    with device(chip), compiling():
         lowered = jax.jit(fn).trace(*shapes).lower(lowering_platforms=(platform,))
     found: dict[tuple, Kernel] = {}
     for op in _walk(lowered.compiler_ir("stablehlo").operation):
@@ -162,7 +162,7 @@ def _nvidia(cubin: bytes) -> dict[str, int]:
     return {"registers": found[0x2F], "scratch": found[0x11]}
 
 
-def _device(chip: str) -> contextlib.AbstractContextManager:
+def device(chip: str) -> contextlib.AbstractContextManager:
     """jax 0.11 and newer want to be told which GPU they lower for."""
     if not hasattr(jax.sharding, "AbstractDevice"):
         return contextlib.nullcontext()

@@ -100,8 +100,8 @@ def prepare(
         if unknown := [name for name in options if name not in known]:
             raise ValueError(f"--{unknown[0].replace('_', '-')} does not go with --given: nothing is decoded")
         asked = reading.read(sources, answers=given)
-        params = cli._load({"target": target, "dtype": dtype, "verbose": verbose})
-        with progress.line(verbose):
+        with progress.line(verbose, logged=True):
+            params = cli._load({"target": target, "dtype": dtype, "verbose": verbose})
             store = run(params, asked, folder, **options)
         _tell(store)
 

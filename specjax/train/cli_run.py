@@ -91,11 +91,13 @@ def run(
     if not given:
         typer.echo(context.get_help())
         raise typer.Exit
-    from specjax import cli
+    from specjax import cli, progress
 
     with cli._errors(verbose):
         _check(given)
-        _tell(_train(given), given["out"])
+        with progress.line(verbose, logged=True):
+            fitted = _train(given)
+        _tell(fitted, given["out"])
 
 
 def _check(given: dict[str, Any]) -> None:

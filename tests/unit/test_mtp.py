@@ -279,8 +279,6 @@ def test_which_ids_are_drafted():
     assert cut([6, 1, 6, np.int64(2)], eos=[4]).draft_ids == (1, 2, 4, 6)
     assert cut(None, eos=[4]).draft_ids is None
     assert cut(VOCAB).draft_ids is None
-    assert mtp.most_frequent([[3, 3, 5], [5, 1, 3, 0]], 3) == [0, 3, 5]
-    assert mtp.most_frequent([[3, 3]], 3) == [3]
 
 
 def test_a_cut_head_is_the_head_without_the_other_rows():

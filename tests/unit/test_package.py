@@ -198,6 +198,22 @@ def test_progress_counters_do_not_flood(capsys):
     assert capsys.readouterr().err.splitlines() == ["loading: 0/100", "compiling"]
 
 
+def test_progress_of_long_work_off_a_terminal(capsys):
+    """One line a second at first, one a minute after twenty minutes."""
+    now = 0.0
+    say = progress._plain_lines(lambda: now)
+    for now in [*range(10), *range(1200, 1500, 10)]:
+        say(f"training: at {now}")
+    told = [int(text.split()[-1]) for text in capsys.readouterr().err.splitlines()]
+    assert told == [*range(10), *range(1200, 1500, 60)]
+    with progress.line(logged=True) as say, progress.line(verbose=False) as mute:
+        say("training")
+        mute("nothing")
+    with progress.line(verbose=False, logged=True) as say:
+        say("nothing")
+    assert capsys.readouterr().err.split() == ["training"]
+
+
 def test_functions_stay_functions_whatever_is_imported_first():
     code = (
         "import importlib, pkgutil, specjax\n"
