@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax import checkpoints, registry
 from specjax.checkpoints import writers
+from specjax.core.platform import default_dtype
 from specjax.train import made, mask, methods, vocabulary
 from specjax.train.data import TextData
 from specjax.train.packed import packable
@@ -112,6 +113,7 @@ def _recipe(module: Any, method: str, changes: Mapping[str, Any]) -> Recipe:
         if name in changes and changes[name] not in get_args(kinds):
             *most, last = map(repr, get_args(kinds))
             raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {changes[name]!r}")
+    changes = {"dtype": default_dtype().dtype.name} | dict(changes)
     return dataclasses.replace(module.recipe(**changes), method=method)
 
 

@@ -65,7 +65,8 @@ class Recipe:
     ``anchors``: blocks per row (block drafters). ``dpace``: smoothing of D-PACE, which then sets their
     positions' weights in place of ``gamma``; None: off. ``answers``: at most so many of a row's trained
     positions begin a round, chosen anew in every step (serial drafters); None: all. ``dtype``: of
-    activations and of the weights' copy; masters and optimiser are float32.
+    activations and of the weights' copy (:func:`specjax.train.train` takes the machine's own unless told);
+    masters and optimiser are float32.
     """
 
     method: str

@@ -161,7 +161,7 @@ def test_one_command(target, tmp_path):
     command = [
         "train", "--target", str(tmp_path / "target"), "--method", "eagle3", "--out", str(tmp_path / "out"),
         "--prompts", str(source), "--max-new-tokens", "16", "--validation", "0.2", "--steps", "4", "--rows", "2",
-        "--length", "96", "--settings", '{"k": 2}', "--recipe", '{"dtype": "float32", "unroll": 2}',
+        "--length", "96", "--settings", '{"k": 2}', "--recipe", '{"unroll": 2}',
     ]  # fmt: skip
     first = CliRunner().invoke(cli.app, command)
     assert first.exit_code == 0, first.output
