@@ -70,6 +70,7 @@ def completion(meta: Meta, job: Job, logprobs: bool, compile_seconds: float) -> 
         prompt_tokens=job.prompt.tolist(),
         drafted=job.drafted[:keep],
         logprobs=job.logprobs[:keep] if logprobs else None,
+        tokenizer_id=meta.tokenizer_id,
     )
 
 
@@ -123,6 +124,7 @@ class _LiveText:
 
     def __init__(self, meta: Meta, job: Job):
         self.sent = 0
+        self.tokenizer_id = meta.tokenizer_id
         self.decoder = None
         if meta.tokenizer_id:
             self.decoder = StreamDecoder(checkpoints.tokenizer.get(meta.tokenizer_id))
@@ -145,4 +147,5 @@ class _LiveText:
             stats_of(job, compile_seconds),
             reason,
             job.logprobs[at : len(job.tokens)] if logprobs else None,
+            self.tokenizer_id,
         )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import registry
+from specjax import registry, views
 from specjax.calls import plan
 from specjax.generate import decode
 from specjax.metrics import Stats
@@ -84,6 +84,12 @@ class Report:
         lines = [head, f"speculative: tau {spec.tau:.2f}, {spec.accepted} of {spec.proposed} drafts accepted"]
         lines += [str(row) for row in self.rows if not row.identical]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return views.report_html(self)
+
+    def __rich__(self) -> Any:
+        return views.report_table(self)
 
 
 def audit(params: Params, prompts: Any, **options: Any) -> Report:

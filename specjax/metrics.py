@@ -133,6 +133,16 @@ class Stats:
         """Fields and derived figures, ready for JSON."""
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in DERIVED}
 
+    def _repr_html_(self) -> str:
+        from specjax import views
+
+        return views.stats_html(self)
+
+    def __rich__(self) -> Any:
+        from specjax import views
+
+        return views.stats_table(self)
+
 
 COLUMNS = ("proposed_at", "accepted_at", "reached_at", "proposed_by", "accepted_by")
 DERIVED = (

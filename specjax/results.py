@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from specjax import metrics
+from specjax import metrics, views
 from specjax.metrics import Stats
 
 
@@ -24,6 +24,12 @@ class Completion:
     prompt_tokens: list[int]
     drafted: list[bool]
     logprobs: list[float] | None = None
+    tokenizer_id: str = dataclasses.field(
+        default="", repr=False, compare=False
+    )  # splits text into tokens, to tint it
+
+    def _repr_html_(self) -> str:
+        return views.completion_html(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +84,13 @@ class Result:
         texts = [c.text if c.text is not None else str(c.tokens) for g in self.completions for c in g]
         return "\n".join([head + (f" | {spec}" if t.proposed else ""), *texts])
 
-    __repr__ = __str__  # the last line of a notebook's cell, and of a console
+    __repr__ = __str__  # the last line of a console
+
+    def _repr_html_(self) -> str:  # the last line of a notebook's cell
+        return views.result_html(self)
+
+    def __rich__(self) -> Any:
+        return views.result_table(self)
 
 
 class NonFiniteError(FloatingPointError):
@@ -102,3 +114,4 @@ class Piece:
     stats: Stats
     finish_reason: str | None = None
     logprobs: list[float] | None = None
+    tokenizer_id: str = dataclasses.field(default="", repr=False, compare=False)
