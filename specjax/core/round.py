@@ -131,7 +131,7 @@ def natural_rule(proposal: Proposal) -> Rule:
 
 
 def _verify_width(pair: Pair, width: int, k: int, rule, logprobs, weights, state: State, proposal, count):
-    proposal = _truncate(proposal, width)
+    proposal = truncated(proposal, width)
     block, pos = block_of(state, proposal)
     out = look(pair, weights, state, block, pos)
     verdict = judge(pair, weights, state, out.hidden, proposal, count, rule, logprobs)
@@ -174,7 +174,8 @@ def settle(pair: Pair, state: State, cache: Any, verdict: Verdict) -> State:
     return commit(dataclasses.replace(state, target=cache), verdict)
 
 
-def _truncate(proposal: Proposal, width: int) -> Proposal:
+def truncated(proposal: Proposal, width: int) -> Proposal:
+    """The first ``width`` drafts; ``count`` stays as it is."""
     cut = lambda x: None if x is None else x[:, :width]  # noqa: E731
     return dataclasses.replace(
         proposal, tokens=cut(proposal.tokens), q=cut(proposal.q), confidence=cut(proposal.confidence)
