@@ -1,12 +1,14 @@
 """Time of a mixture-of-experts block against the number of distinct experts its tokens chose.
 
     python benchmarks/experts.py [--short] [--configs] [--up 32x128w4s4l16] [--down 32x128w4s4l8] [--out FILE]
+    python benchmarks/experts.py --paths grouped,tiled --tokens 128,512,2048,4096 --distinct 128 --blocks 2 --turns 2
 
 If only the experts that are hit are read from memory, the time grows with their number and not with the number of
 experts there are. ``bytes_per_second`` counts the weights of the distinct experts once. Every block of a run takes
 other experts than the one before, so that no cache can hold them. On a GPU the kernel is first compared with the path
 without kernels. ``--short`` leaves most rows of the slow paths out; ``--configs`` also times each of the kernel's two
-parts with a list of tiles (``--up`` and ``--down`` set the tiles of the whole).
+parts with a list of tiles (``--up`` and ``--down`` set the tiles of the whole). ``grouped`` is the kernel for many
+tokens (prefill, wide batches), once with each pair of tiles of ``--grouped``; its rows carry ``flops`` per second too.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core import platform
-from specjax.kernels import dispatch, experts as kernel
+from specjax.kernels import dispatch, experts as kernel, grouped_experts
 from specjax.layers import moe
 
 #: rows x depth w(arps) s(tages) l(anes)
@@ -117,6 +119,26 @@ def check(args, weights, paths) -> None:
             raise SystemExit("the kernel is wrong")
 
 
+def check_grouped(args, weights, path) -> None:
+    """The kernel for many tokens against tiles one by one, the first token beside others that are not numbers."""
+    for tokens in sorted({1 + moe.FEW_TOKENS, max(map(int, args.tokens.split(",")))}):
+        x = jax.random.normal(jax.random.key(tokens), (tokens, args.width), args.dtype)
+        scores = jax.random.uniform(jax.random.key(tokens + 1), (tokens, args.experts))
+        ids = jax.lax.top_k(scores, args.per_token)[1].astype(jnp.int32)
+        fast = jax.jit(lambda x, ids, *w: path(x, ids, *w, jax.nn.silu))
+        got = fast(x, ids, *weights)
+        error = distance(
+            got, jax.jit(lambda x, ids, *w: moe._tiled(x, ids, *w, jax.nn.silu))(x, ids, *weights)
+        )
+        alone = bool(jnp.array_equal(fast(x.at[1:].set(jnp.nan), ids, *weights)[0], got[0]))
+        print(
+            f"check grouped: {tokens} tokens, relative error {error:.1e}, the same beside NaN: {alone}",
+            flush=True,
+        )
+        if not (error < 1e-2 and alone):
+            raise SystemExit("the kernel is wrong")
+
+
 def distance(got, want) -> float:
     got, want = got.astype(jnp.float32), want.astype(jnp.float32)
     return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
@@ -149,6 +171,31 @@ def kernel_path(args) -> Callable:
         )
 
     return apply
+
+
+def grouped_paths(args) -> dict[str, Callable]:
+    """The kernel for many tokens, with the tiles its table has and with each pair of ``--grouped``."""
+    name = platform.backend()
+    pairs: dict[str, grouped_experts.Tiles | None] = {"grouped": None}
+    for text in args.grouped.split():
+        up, down = (
+            grouped_experts.Tile(*map(int, re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)", part).groups()))
+            for part in text.split("/")
+        )
+        pairs[f"grouped {text}"] = grouped_experts.Tiles(up, down)
+
+    def path(tiles):
+        def apply(x, ids, gate, up, down, activation):
+            case = grouped_experts.case(x, ids, gate, activation)
+            known = name if name in grouped_experts.TILES else "cuda"
+            own = tiles or grouped_experts.choices(case, known)[0]
+            return grouped_experts.launch(
+                x, ids, gate, up, down, case=case, tiles=own, interpret=known != name
+            )
+
+        return apply
+
+    return {name: path(tiles) for name, tiles in pairs.items()}
 
 
 def tile(text: str) -> kernel.Tile:
@@ -209,7 +256,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", default="1,4,8,16")
     parser.add_argument("--distinct", default="8,16,32,64,128")
-    parser.add_argument("--paths", help="of kernel,gathered,tiled; default: all (on a CPU: gathered,tiled)")
+    parser.add_argument(
+        "--paths",
+        help="of kernel,gathered,tiled,grouped; default: the first three (on a CPU: gathered,tiled)",
+    )
+    parser.add_argument("--grouped", default="", help="further tiles of grouped: '64x64w8s3/128x64w8s3 ...'")
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--configs", action="store_true")
     parser.add_argument("--config-tokens", type=int, default=16)
@@ -235,6 +286,10 @@ def main() -> None:
     paths = {"kernel": kernel_path(args), "gathered": moe._gathered, "tiled": moe._tiled}
     on_gpu = platform.backend() in kernel.TILES
     names = args.paths.split(",") if args.paths else [p for p in paths if on_gpu or p != "kernel"]
+    if "grouped" in names:
+        paths |= (many := grouped_paths(args))
+        names = [p for name in names for p in (many if name == "grouped" else [name])]
+        check_grouped(args, weights, many["grouped"])
     if "kernel" in names:
         check(args, weights, paths)
     rows, one = [], 3 * f * d * jnp.dtype(args.dtype).itemsize
@@ -247,9 +302,15 @@ def main() -> None:
                     continue
                 if not wanted(args, path, tokens, distinct):
                     continue
-                seconds = seconds_per_block(step, x, args, distinct, weights)
                 row = {"path": path, "tokens": tokens, "distinct": distinct}
+                try:
+                    seconds = seconds_per_block(step, x, args, distinct, weights)
+                except Exception as error:  # tiles that need more shared memory than there is
+                    print(row | {"error": str(error).splitlines()[0][:120]}, flush=True)
+                    break
                 rows.append(row | figures(seconds, distinct * one))
+                if tokens > moe.FEW_TOKENS and seconds > 0:
+                    rows[-1]["flops"] = round(6 * tokens * args.per_token * f * d / seconds / 1e9) * 1e9
                 print(rows[-1], flush=True)
     if args.configs:
         rows += configs(args, weights)

@@ -28,6 +28,7 @@ from specjax.kernels.building import told
 #: Modules by operation, imported when a GPU asks for them; None where there is no kernel yet.
 KERNELS: dict[str, str | None] = {
     "experts": "specjax.kernels.experts",
+    "grouped_experts": "specjax.kernels.grouped_experts",
     "packed_attention": "specjax.kernels.packed_attention",
     "block_attention": "specjax.kernels.block_attention",
     "kv_injection": "specjax.kernels.kv_injection",

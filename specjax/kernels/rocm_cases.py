@@ -12,6 +12,7 @@ from specjax.kernels import (
     block_attention_kernel,
     configs,
     experts,
+    grouped_experts,
     kv_injection,
     kv_injection_kernel,
 )
@@ -94,6 +95,20 @@ def mixture(tokens: int) -> Case:
     )
 
 
+def grouped(tokens: int) -> Case:
+    """The same block for many tokens."""
+    case = grouped_experts.Case(tokens, 8, 128, 2048, 768, jnp.dtype(jnp.bfloat16), jax.nn.silu)
+
+    def make(chip):
+        tiles = grouped_experts.choices(case, "cuda" if chip.startswith("sm") else "rocm")[0]
+        return functools.partial(grouped_experts.launch, case=case, tiles=tiles), *grouped_experts.shapes(
+            case
+        )
+
+    names = {"grouped_experts_up": True, "grouped_experts_down": True}
+    return Case(f"experts {tokens} tokens grouped", names, make)
+
+
 def cases() -> list[Case]:
     """All of them."""
     verify = View(scale=128**-0.5, causal=True)
@@ -120,4 +135,4 @@ def cases() -> list[Case]:
             injection(16, size=512, kv_heads=2, own_values=False, heads=gemma), name="injection d512"
         )
     ]
-    return [*found, mixture(1), mixture(16)]
+    return [*found, mixture(1), mixture(16), grouped(128), grouped(1024), grouped(2048)]

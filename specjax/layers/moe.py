@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.kernels import dispatch
+from specjax.layers.grouping import gathered, group, tile_rows
 from specjax.layers.linear import linear, precision_of
 from specjax.layers.loop import scan_into
 
-_TILE_MIN, _TILE_MAX = 8, 128
+#: Up to here a kernel multiplies all tokens with every expert that is hit; beyond, each with the experts it chose.
+FEW_TOKENS = 64
 
 
 def route(
@@ -43,10 +45,11 @@ def experts(
     """Weighted sum of the chosen experts' outputs ``down(activation(gate x) * up x)``, summed in float32.
 
     On a GPU few tokens (a decode or verify step) run as a kernel that reads every expert that is hit once
-    (``specjax.kernels.experts``). Everything else is XLA's: many tokens are sorted by expert into tiles that hold
-    one expert each; few tokens that no kernel serves gather the weights of their experts on accelerators, which
-    saves a sequence of small steps. A CPU always takes tiles, and reads each expert that is hit once per tile of
-    8 to 128 tokens; tiles that stayed empty are skipped there.
+    (``specjax.kernels.experts``), and many are sorted by expert into tiles that hold one expert each, all of which one
+    kernel multiplies (``specjax.kernels.grouped_experts``). Everything else is XLA's: tiles one after the other; few
+    tokens that no kernel serves gather the weights of their experts on accelerators, which saves a sequence of small
+    steps. A CPU always takes tiles, and reads each expert that is hit once per tile of 8 to 128 tokens; tiles that
+    stayed empty are skipped there.
     """
     out = _way(x, ids, gate, activation)(x, ids, gate, up, down, activation)
     return jnp.sum(out * weights.astype(jnp.float32)[..., None], axis=1).astype(x.dtype)
@@ -54,7 +57,8 @@ def experts(
 
 def _way(x, ids, gate, activation) -> Callable:
     few = ids.size <= gate.shape[0] and jax.default_backend() != "cpu"
-    return dispatch.implementation("experts", (x, ids, gate, activation), _gathered if few else _tiled)
+    op = "experts" if x.shape[0] <= FEW_TOKENS else "grouped_experts"
+    return dispatch.implementation(op, (x, ids, gate, activation), _gathered if few else _tiled)
 
 
 def _gathered(x, ids, gate, up, down, activation) -> Float[Array, "N k D"]:
@@ -66,12 +70,10 @@ def _gathered(x, ids, gate, up, down, activation) -> Float[Array, "N k D"]:
 
 
 def _tiled(x, ids, gate, up, down, activation) -> Float[Array, "N k D"]:
-    n, n_experts = ids.size, gate.shape[0]
-    tile = _tile_rows(n, n_experts)
-    n_tiles = n // tile + min(n_experts, n)  # enough for any distribution over experts
-    slot, tile_expert, used = _layout(ids.reshape(-1), n_experts, tile, n_tiles)
-    source = jnp.full(n_tiles * tile, x.shape[0], jnp.int32).at[slot].set(jnp.arange(n) // ids.shape[1])
-    rows = x.at[source].get(mode="fill", fill_value=0).reshape(n_tiles, tile, -1)
+    n_experts = gate.shape[0]
+    tile = tile_rows(ids.size, n_experts)
+    groups = group(ids.reshape(-1), n_experts, tile)
+    rows = gathered(x, groups, ids.shape[1]).reshape(-1, tile, x.shape[1])
 
     def one(args):
         expert, block = args
@@ -84,27 +86,7 @@ def _tiled(x, ids, gate, up, down, activation) -> Float[Array, "N k D"]:
 
     # a branch costs a GPU more than an empty tile does: it is taken on the host
     cpu = jax.default_backend() == "cpu"
-    tiles = (jnp.arange(n_tiles) < used, tile_expert, rows) if cpu else (tile_expert, rows)
+    tiles = (jnp.arange(len(rows)) < groups.used, groups.expert, rows) if cpu else (groups.expert, rows)
     run = some if cpu else one
     _, out = scan_into(lambda _, at: ((), run(at)), (), tiles, rows.astype(jnp.float32))
-    return out.reshape(n_tiles * tile, -1)[slot].reshape(*ids.shape, -1)
-
-
-def _layout(expert, n_experts: int, tile: int, n_tiles: int):
-    """Slot of every (token, choice) among the tiles' rows, the expert of every tile, and how many tiles are used."""
-    count = jnp.bincount(expert, length=n_experts)
-    last = jnp.cumsum(-(-count // tile))  # tiles up to and including each expert's
-    first_row = (last - -(-count // tile)) * tile
-    order = jnp.argsort(expert, stable=True)
-    rank = jnp.zeros_like(expert).at[order].set(jnp.arange(expert.size, dtype=expert.dtype))
-    rank = rank - (jnp.cumsum(count) - count)[expert]  # place among the tokens of the same expert
-    tile_expert = jnp.searchsorted(last, jnp.arange(n_tiles), side="right")
-    return first_row[expert] + rank, jnp.minimum(tile_expert, n_experts - 1), last[-1]
-
-
-def _tile_rows(n: int, n_experts: int) -> int:
-    """A power of two near the mean number of tokens per expert."""
-    tile = _TILE_MIN
-    while tile < min(_TILE_MAX, n / n_experts):
-        tile *= 2
-    return tile
+    return out.reshape(-1, x.shape[1])[groups.slot].reshape(*ids.shape, -1)
