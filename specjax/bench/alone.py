@@ -1,0 +1,191 @@
+"""What a round costs, timed apart from everything the host does, and its parts: verification and drafting.
+
+Rounds are those of the program that decodes, over real prompts; nothing more is compiled for them. A verification of
+given drafts is a program per number of drafts, whatever the drafter; the drafter's pass one per drafter and k. Both run
+in a device loop over caches that nothing was written to: their time does not depend on what they hold.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.bench.rows import Costs
+from specjax.calls import plan
+from specjax.config import Program
+from specjax.core import round as rnd
+from specjax.core.loop import Job, host_state, prefill_rows
+from specjax.core.platform import compiler_options
+from specjax.core.programs import Engine
+from specjax.identity import without_drafter
+from specjax.types import Emit, Pair, Params, Proposal, State
+
+Call = tuple[Params, Mapping[str, Any]]  # params and options of decode
+
+#: Device loops of parts last about this long (seconds), in so many turns at least and at most.
+LOOP, TURNS = 0.05, (2, 64)
+#: Verifications of any number of drafts up to this one use states of one size.
+ROOM = 15
+
+
+def costs(
+    plain: Call,
+    drafted: Call,
+    batches: Sequence[Sequence[Any]],
+    *,
+    parts: bool = True,
+    repeats: int = 5,
+    calls: int = 2,
+) -> Costs:
+    """Cost of a round of ``drafted`` beside one of ``plain``, in turn on each of the ``batches`` of prompts.
+
+    ``calls``: device calls (16 rounds each, at most) per batch and side. ``parts``: time verification and drafting as
+    well, ``repeats`` times in turn.
+    """
+    samples: tuple[list, list] = ([], [])
+    for i, batch in enumerate(batches):
+        for side in (0, 1) if i % 2 == 0 else (1, 0):
+            samples[side].extend(rounds(*(plain, drafted)[side], batch, calls))
+    used = sum((Counter(widths) for _, widths in samples[1]), Counter())
+    shares = tuple((w, n / used.total()) for w, n in sorted(used.items()))
+    whole = Costs(round_ms(samples[0], False), round_ms(samples[1], len(shares) > 1), shares)
+    if not parts:
+        return whole
+    params, options = drafted
+    ask = plan(params, batches[0], **options)
+    loops: dict[Any, Loop] = {w: verifying(params, ask.program, ask.jobs, w) for w, _ in shares}
+    loops["draft"] = drafting(params, ask.program, ask.jobs)
+    ms = in_turn(loops, repeats)
+    return dataclasses.replace(
+        whole, verify_ms=sum(share * ms[w] for w, share in shares), draft_ms=ms["draft"]
+    )
+
+
+Sample = tuple[
+    float, list[int]
+]  # seconds of a device call, and the number of drafts verified in each of its rounds
+
+
+def rounds(params: Params, options: Mapping[str, Any], batch: Sequence[Any], calls: int) -> list[Sample]:
+    """Device calls of decoding a batch, timed one by one, without the host's part."""
+    call = plan(params, batch, **options)
+    engine, found = call.engines()[0], []
+    state = prefill_rows(
+        engine, host_state(call.program, _rows(call.program, call.jobs)), call.drive.prefill_chunk
+    )[0]
+    engine.compile_rounds(state, "device")
+    jax.block_until_ready(state)
+    for _ in range(calls):
+        began = time.perf_counter()
+        state, emit = engine.chunk(state, call.drive.rounds)
+        jax.block_until_ready(emit)
+        seconds = time.perf_counter() - began
+        if widths := _widths(emit):
+            found.append((seconds, widths))
+    return found
+
+
+def _widths(emit: Emit) -> list[int]:
+    return [w - 1 for w in np.asarray(emit.width).tolist() if w > 0]
+
+
+def _rows(program: Program, jobs: Sequence[Job]) -> list[Job | None]:
+    rows: list[Job | None] = list(jobs[: program.rows])
+    return rows + [None] * (program.rows - len(rows))
+
+
+def round_ms(samples: Sequence[Sample], mixed: bool) -> float:
+    """Milliseconds per round: the median over device calls, or, where rounds differ in width, the mean over rounds."""
+    if not samples:
+        raise ValueError(
+            "no round was run: every prompt was answered by its prefill; give more max_new_tokens"
+        )
+    if mixed:
+        return 1e3 * sum(seconds for seconds, _ in samples) / sum(len(widths) for _, widths in samples)
+    return 1e3 * statistics.median(seconds / len(widths) for seconds, widths in samples)
+
+
+@dataclasses.dataclass
+class Loop:
+    """Turns of one part in a device loop."""
+
+    run: Callable[[State, Any], State]
+    state: State
+
+    def __call__(self, turns: int) -> float:
+        """Seconds per turn."""
+        began = time.perf_counter()
+        self.state = jax.block_until_ready(self.run(self.state, jnp.int32(turns)))
+        return (time.perf_counter() - began) / turns
+
+
+def in_turn(loops: Mapping[Any, Loop], repeats: int) -> dict[Any, float]:
+    """Milliseconds per turn of each, the median over ``repeats``, one after the other each time."""
+    turns, found = {}, {name: [] for name in loops}
+    for name, loop in loops.items():
+        loop(1)  # compiles
+        turns[name] = int(min(max(LOOP / max(loop(1), 1e-9), TURNS[0]), TURNS[1]))
+    for _ in range(repeats):
+        for name, loop in loops.items():
+            found[name].append(loop(turns[name]))
+    return {name: 1e3 * statistics.median(values) for name, values in found.items()}
+
+
+def verifying(params: Params, program: Program, jobs: Sequence[Job], width: int) -> Loop:
+    """The target's pass over ``width`` drafts and the last committed token, acceptance and commit; c(width + 1).
+
+    ``program`` and ``jobs``: of a planned call, whose rows, buffer and sampling options count, not its drafter.
+    """
+    alone = dataclasses.replace(
+        program, pair=without_drafter(params).meta.pair, k=max(width, ROOM), rule="match", logprobs=False
+    )
+    weights = (params.target, None)
+    state = Engine(alone, weights).init(_halfway(alone, jobs))
+    return Loop(functools.partial(_compiled("verify"), alone.pair, width, weights), state)
+
+
+def drafting(params: Params, program: Program, jobs: Sequence[Job]) -> Loop:
+    """The drafter's pass for the program's ``k`` drafts; D(k)."""
+    weights = (params.target, params.drafter)
+    state = Engine(program, weights).init(_halfway(program, jobs))
+    return Loop(functools.partial(_compiled("draft"), program.pair, program.k, weights), state)
+
+
+def _halfway(program: Program, jobs: Sequence[Job]) -> State:
+    """Rows in the middle of their answers, with room for any number of turns."""
+    host = host_state(program, _rows(program, jobs))
+    middle = np.minimum((host.length + host.limit) // 2, program.tokens - 1).astype(np.int32)
+    return dataclasses.replace(host, length=middle, limit=np.full_like(host.limit, 2**30))
+
+
+@functools.cache
+def _compiled(part: str) -> Callable[..., State]:
+    turn = {"verify": _verify, "draft": _draft}[part]
+
+    def turns(pair: Pair, k: int, weights, state: State, n) -> State:
+        return jax.lax.fori_loop(0, n, lambda i, s: turn(pair, k, weights, s, i), state)
+
+    options = compiler_options() or None
+    return jax.jit(turns, static_argnums=(0, 1), donate_argnums=(3,), compiler_options=options)
+
+
+def _verify(pair: Pair, k: int, weights, state: State, i) -> State:
+    """Drafts are tokens of the prompt, others in every turn; afterwards the row is where it was."""
+    at = (i * (k + 1) + jnp.arange(k)) % state.prompt_len[:, None]
+    proposal = Proposal(jnp.take_along_axis(state.tokens, at, 1), jnp.full(state.length.shape, k, jnp.int32))
+    after, _, _ = rnd.verify(pair, weights, state, proposal, "match")
+    return dataclasses.replace(after, length=state.length, done=state.done, reason=state.reason)
+
+
+def _draft(pair: Pair, k: int, weights, state: State, i) -> State:
+    """What a turn drafts goes into the next one's tokens, so that no turn can be left out."""
+    proposal, after = rnd.draft(pair, weights, state, k)
+    seen = (proposal.tokens.sum(1) + proposal.count) % 7
+    return dataclasses.replace(after, tokens=state.tokens.at[:, -1].set(seen.astype(jnp.int32)))
