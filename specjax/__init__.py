@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         verify_step as verify_step,
     )
     from specjax.core.doctor import Doctor as Doctor, doctor as doctor
+    from specjax.profiling import profile as profile
     from specjax.types import (
         Params as Params,
         Proposal as Proposal,
@@ -44,6 +45,7 @@ _NAMES = {
         "start", "draft_step", "verify_step",
     ),
     "specjax.core.doctor": ("doctor", "Doctor"),
+    "specjax.profiling": ("profile",),
     "specjax.types": ("Params", "Proposal", "Sampling", "State", "Verdict"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -1,4 +1,4 @@
-"""Command line: ``specjax generate | chat | explain | demo | zoo | doctor | convert | train``.
+"""Command line: ``specjax generate | chat | explain | profile | demo | zoo | doctor | convert | train``.
 
 Calls the public API only.
 
@@ -21,6 +21,7 @@ import typer
 import specjax
 from specjax import cli_options as opt, progress
 from specjax.cli_convert import convert
+from specjax.cli_profile import profile
 from specjax.train.cli import app as train
 
 INTERRUPTED, FAILED = 130, 2
@@ -41,6 +42,7 @@ def _version(wanted: bool) -> None:
 
 app.add_typer(train, name="train")
 app.command()(convert)
+app.command()(profile)
 
 
 @app.callback()
