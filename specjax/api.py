@@ -1,6 +1,7 @@
 """The public functions. Each is thin: the work is in the module it calls."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from specjax import attach, calls, checkpoints, config, generate as _generate, registry
+from specjax import attach, calls, checkpoints, config, generate as _generate, memory, registry
 from specjax.config import acceptance_rule
 from specjax.conversation import Conversation
 from specjax.core import round as _round
@@ -20,7 +21,7 @@ from specjax.estimate import Explanation
 from specjax.identity import Report
 from specjax.progress import line
 from specjax.results import Piece, Result
-from specjax.types import ArraySpec, Params, Proposal, State, Verdict
+from specjax.types import ArraySpec, Params, Proposal, State, Verdict, tree_bytes
 
 Drafter = str | Path | ModuleType
 
@@ -101,7 +102,9 @@ def _dtype(dtype: Any, auto: str | None) -> Any:
 def _from_checkpoint(source, dtype, say, shapes_only: bool) -> Params:
     progress = lambda done, total, name: say(f"loading {source.name}: {done}/{total} {name}")  # noqa: E731
     say(f"loading {source.name} as {dtype}")
-    loaded = checkpoints.load_target(source, dtype, progress, shapes_only)
+    read = functools.partial(checkpoints.load_target, source, dtype)
+    with memory.loading(source.name, lambda: tree_bytes(read(shapes_only=True).weights)):
+        loaded = read(progress, shapes_only)
     for reason, count in loaded.skipped.items():
         say(f"loading {source.name}, {count} tensor(s) left out: {reason}")
     meta = config.Meta(
@@ -163,6 +166,7 @@ def decode(params: Params, prompt: Any, **options: Any) -> Result:
         ValueError: anything wrong with the request, before compiling.
         TypeError: an option that does not exist.
         FloatingPointError: the target's logits are not finite (``.result`` holds what the other prompts gave).
+        MemoryError: device memory ran out; says what needed how much, and what would fit. The process can go on.
     """
     return _generate.decode(params, prompt, **options)
 
@@ -260,7 +264,8 @@ def start(params: Params, prompt: Any, *, seed: int | None = None, **options: An
     program = dataclasses.replace(call.program, rows=len(call.jobs))
     call.program = program
     engine = call.engines()[0]
-    return prefill_rows(engine, host_state(program, list(call.jobs)), call.drive.prefill_chunk)[0]
+    host, chunk = host_state(program, list(call.jobs)), call.drive.prefill_chunk
+    return memory.run(lambda: prefill_rows(engine, host, chunk)[0], call)
 
 
 def draft_step(

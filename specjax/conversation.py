@@ -17,6 +17,7 @@ from specjax.config import Program
 from specjax.core.loop import Job, Queue, clock, credit, host_state, prefill_rows, read, run_rounds
 from specjax.core.platform import enable_compilation_cache
 from specjax.core.programs import Engine
+from specjax.memory import guarded
 from specjax.results import Piece, Result
 from specjax.types import Params, State
 
@@ -67,7 +68,7 @@ class Conversation:
         call, job, engine = self._plan([*self.messages, turn], {"rounds": 1} | self.options | options)
         said = ""
         try:
-            for piece in generate.pieces(self._run(call, job, engine), call, {engine}):
+            for piece in generate.pieces(guarded(self._run(call, job, engine), call), call, {engine}):
                 said += piece.text
                 yield piece
         finally:
@@ -76,7 +77,7 @@ class Conversation:
     def _answer(self, messages: list[Message], new: list[Message], options: dict[str, Any]) -> Result:
         call, job, engine = self._plan(messages, self.options | options)
         try:
-            for update in self._run(call, job, engine):
+            for update in guarded(self._run(call, job, engine), call):
                 generate.raise_nonfinite(update)
         except KeyboardInterrupt:
             if not job.tokens:

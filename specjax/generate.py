@@ -11,6 +11,7 @@ from specjax.config import (
 from specjax.core.loop import STOP_STRING, Job, serve
 from specjax.core.platform import enable_compilation_cache
 from specjax.core.programs import Engine
+from specjax.memory import guarded
 from specjax.results import Completion, NonFiniteError, Piece, Result
 from specjax.text import StopFilter, StopStrings, StreamDecoder
 from specjax.types import Params
@@ -22,7 +23,7 @@ def decode(params: Params, prompt: Any, **options: Any) -> Result:
     enable_compilation_cache()
     main, one = call.engines()
     try:
-        for _ in serve(main, one, call.jobs, call.drive):
+        for _ in guarded(serve(main, one, call.jobs, call.drive), call):
             pass
     except KeyboardInterrupt:
         if not any(job.tokens for job in call.jobs):
@@ -107,7 +108,7 @@ def stream(params: Params, prompt: Any, **options: Any) -> Iterator[Piece]:
     call = plan(params, prompt, **({"rounds": 1} | options))
     enable_compilation_cache()
     main, one = call.engines()
-    return pieces(serve(main, one, call.jobs, call.drive), call, {main, one})
+    return pieces(guarded(serve(main, one, call.jobs, call.drive), call), call, {main, one})
 
 
 def pieces(jobs: Iterator[Job], call: Call, engines: Set[Engine]) -> Iterator[Piece]:
