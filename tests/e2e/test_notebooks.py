@@ -15,6 +15,7 @@ LIMIT = 200 * 1024  # bytes of a notebook
 REAL = {"quickstart"}  # need SmolLM2
 #: What must be among a notebook's printed lines.
 SAID = {
+    "compare_drafters": r"identical to plain decoding, token for token: 3 of 3",
     "quickstart": r"\d+ tokens in \d+ passes instead of \d+",
     "train_drafter": r"[23]\.\d\d tokens per round on prompts that it was not trained on",
 }
