@@ -154,6 +154,8 @@ def decode(params: Params, prompt: Any, **options: Any) -> Result:
         chat_template: False = raw text, a string = another template. chat_template_kwargs: its variables.
         prefill_chunk, rounds: prompt tokens per prefill pass (fewer for large batches of long rows, which bounds
             memory), rounds per device call (at most 16).
+        kernels: "auto" (the library's kernels where they can serve), "xla" (never), "pallas" (an error where they
+            cannot) or "interpret" (on a CPU, slowly); default what ``SPECJAX_KERNELS`` says, else "auto".
         verbose: progress: None = only on a terminal, False = never, True = always.
 
         Sampling options, ``seed`` and ``max_new_tokens`` also take a list with one value per prompt (None

@@ -26,6 +26,7 @@ from specjax.config import (
 )
 from specjax.core.loop import Driving, Job
 from specjax.core.programs import Engine
+from specjax.kernels import dispatch
 from specjax.progress import line
 from specjax.text import StopStrings, StreamDecoder
 from specjax.types import Params
@@ -117,6 +118,7 @@ def _plan(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     prefill_chunk: int = 512,
     rounds: int = ROUNDS,
+    kernels: str | None = None,
     verbose: bool | None = None,
 ) -> Call:
     meta = _meta(params)
@@ -127,7 +129,7 @@ def _plan(
     for job in jobs:
         _watch(meta, job)
     logprobs = _switch("logprobs", logprobs)
-    program = _program(params, jobs, width(meta, k), rule, rows, max_len, logprobs)
+    program = _program(params, jobs, width(meta, k), rule, rows, max_len, logprobs, kernels)
     if loop not in ("device", "host"):
         raise ValueError(f"loop must be 'device' or 'host', got {loop!r}")
     if positive("prefill_chunk", prefill_chunk) & (prefill_chunk - 1):
@@ -292,7 +294,7 @@ def width(meta: Meta, k: int | None) -> int:
     return width
 
 
-def _program(params: Params, jobs, k, rule, rows, max_len, logprobs) -> Program:
+def _program(params: Params, jobs, k, rule, rows, max_len, logprobs, kernels) -> Program:
     meta = params.meta
     rule = acceptance_rule(meta, rule)
     longest = max(job.limit for job in jobs)
@@ -311,4 +313,5 @@ def _program(params: Params, jobs, k, rule, rows, max_len, logprobs) -> Program:
         flags=tuple(sorted(flags)),
         n_stop=-(-max(stops, 1) // STOP_BUCKET) * STOP_BUCKET,
         dtype=str(registry.target(meta.family).shared(params.target, meta.target_cfg).embed.dtype),
+        kernels=dispatch.wanted(kernels),
     )

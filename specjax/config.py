@@ -94,7 +94,8 @@ class Program:
     """Everything that selects compiled code. A value not in here never recompiles.
 
     ``rows`` B, ``tokens`` T (buffer length), ``k`` drafts per round, ``rounds`` R (size of the record of
-    one chunk), ``flags`` which sampling options exist, ``n_stop`` width of the stop id table.
+    one chunk), ``flags`` which sampling options exist, ``n_stop`` width of the stop id table, ``kernels`` which
+    implementation of operations is asked for (:mod:`specjax.kernels.dispatch`).
     """
 
     pair: Pair
@@ -107,6 +108,7 @@ class Program:
     flags: tuple[str, ...]
     n_stop: int
     dtype: str
+    kernels: str = "auto"
 
     @property
     def q_max(self) -> int:

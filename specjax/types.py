@@ -81,7 +81,8 @@ class TargetOut:
 
 @struct.dataclass
 class KVView:
-    """Keys and values of one target layer, for drafters that attend to them."""
+    """Keys and values of one target layer, for drafters that attend to them. Of a full layer in decoding slot s holds
+    position s."""
 
     k: Float[Array, "B G S C"]
     v: Float[Array, "B G S C"]

@@ -6,8 +6,9 @@ from the position mask alone, so rejecting a draft costs nothing.
 Every cache kind offers, as a method or through its family module,
 
 ``extend(k, v, pos, valid, mode)`` -> ``(keys, values, key_pos, cache)``: what the block attends to (the
-past and the block itself), the position of each key (negative = invisible), and the cache with the block
-written. ``commit(emitted)``: keep the first ``emitted`` positions of the last verified block.
+past and the block itself), the position of each key (:class:`Filled`, or an array in which negative is
+invisible; :func:`positions` gives the array for both), and the cache with the block written.
+``commit(emitted)``: keep the first ``emitted`` positions of the last verified block.
 ``min_resume(high_water)``: the earliest length the cache can be cut back to, on the host.
 
 A recurrent state fits the same contract with a tape: :mod:`specjax.core.recurrent`.
@@ -21,6 +22,25 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.types import Mode
+
+
+@struct.dataclass
+class Filled:
+    """Where keys of a dense buffer stand: slot s holds position s, and nothing at or beyond ``end`` is visible."""
+
+    end: Int[Array, " B"]
+    slots: int = struct.field(pytree_node=False)
+
+    @property
+    def positions(self) -> Int[Array, "B S"]:
+        """Position of each slot, -1 where nothing is visible."""
+        slot = jnp.arange(self.slots, dtype=self.end.dtype)
+        return jnp.where(slot < self.end[:, None], slot, -1)
+
+
+def positions(key_pos: Filled | Int[Array, "..."]) -> Int[Array, "..."]:
+    """Positions of keys as an array."""
+    return key_pos.positions if isinstance(key_pos, Filled) else key_pos
 
 
 @struct.dataclass
@@ -110,9 +130,8 @@ class ValueKV:
 
 
 def _filled(buffer, pos, valid):
-    """Position of each slot of a dense buffer, -1 beyond the block: padding must not see garbage."""
-    slot = jnp.arange(buffer.shape[2], dtype=pos.dtype)
-    return jnp.where(slot < pos[:, :1] + valid[:, None], slot, -1)
+    """Slots up to the block's last valid row: padding must not see garbage."""
+    return Filled(pos[:, 0] + valid, buffer.shape[2])
 
 
 def laid_out(
@@ -120,7 +139,12 @@ def laid_out(
 ) -> tuple[Float[Array, "B G Q C"], Float[Array, "B G Q Cv"]]:
     """The block in the cache's layout and type. A value that is not finite becomes 0 and its key NaN: what
     sees it turns NaN as before, while 0 * NaN cannot reach the rows before a rejected draft."""
-    k, v = k.swapaxes(1, 2).astype(dtype), v.swapaxes(1, 2).astype(dtype)
+    return marked(k.swapaxes(1, 2), v.swapaxes(1, 2), dtype)
+
+
+def marked(k: Float[Array, "*N C"], v: Float[Array, "*N Cv"], dtype) -> tuple[Array, Array]:
+    """As :func:`laid_out`, in the layout they come in."""
+    k, v = k.astype(dtype), v.astype(dtype)
     finite = jnp.isfinite(v)
     return jnp.where(finite.all(-1, keepdims=True), k, jnp.nan), jnp.where(finite, v, 0)
 

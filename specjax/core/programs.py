@@ -18,6 +18,7 @@ from specjax import registry
 from specjax.config import Program
 from specjax.core import round as rnd
 from specjax.core.platform import compiler_options
+from specjax.kernels import dispatch
 from specjax.types import Emit, State
 
 Announce = Callable[[str], contextlib.AbstractContextManager[None]]
@@ -155,18 +156,20 @@ def chunk_program(program: Program) -> tuple[Callable, jax.ShapeDtypeStruct]:
 
 
 def _prefill(program: Program, width: int, weights, state: State, start):
-    state, verdict = rnd.prefill(
-        program.pair, weights, state, start, width, program.rule or "match", program.logprobs
-    )
+    with dispatch.asking(program.kernels):
+        state, verdict = rnd.prefill(
+            program.pair, weights, state, start, width, program.rule or "match", program.logprobs
+        )
     emit = _empty_emit(program, 1)
     return state, _record(emit, 0, state, None, verdict, jnp.int32(0), program.logprobs)
 
 
 def _round(program: Program, weights, state: State, emit: Emit, index):
-    proposal, state = rnd.draft(program.pair, weights, state, program.k)
-    state, verdict, width = rnd.verify(
-        program.pair, weights, state, proposal, program.rule, program.logprobs, program.widths
-    )
+    with dispatch.asking(program.kernels):
+        proposal, state = rnd.draft(program.pair, weights, state, program.k)
+        state, verdict, width = rnd.verify(
+            program.pair, weights, state, proposal, program.rule, program.logprobs, program.widths
+        )
     return state, _record(emit, index, state, proposal, verdict, width, program.logprobs)
 
 

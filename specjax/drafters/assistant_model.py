@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from specjax.core.cache import Filled
 from specjax.drafters.assistant_config import Config
 from specjax.layers.attention import attend
 from specjax.layers.linear import linear, precision_of
@@ -16,7 +17,7 @@ from specjax.layers.norm import rms_norm_wide
 from specjax.layers.rope import rope_angles, rotate
 from specjax.targets import gemma
 from specjax.targets.gemma import Kind
-from specjax.types import ArraySpec, Ctx, KVView, Shared
+from specjax.types import ArraySpec, Ctx, Shared
 
 
 @struct.dataclass
@@ -95,7 +96,9 @@ def _layer(cfg: Config, index: int, prefix: str) -> Layer:
 class Seen(NamedTuple):
     """What queries of one kind of layer need all through a round, in which nothing of it changes."""
 
-    view: KVView  # ``pos`` is -1 where a slot is not to be seen
+    k: Float[Array, "B G S C"]
+    v: Float[Array, "B G S C"]
+    key_pos: Filled | Int[Array, "B S"]  # negative: not to be seen
     pos: Int[Array, "B 1"]
     cos: Float[Array, "B 1 R"]
     sin: Float[Array, "B 1 R"]
@@ -104,14 +107,16 @@ class Seen(NamedTuple):
 def look(p: Weights, cfg: Config, ctx: Ctx) -> dict[str, Seen]:
     """The target's keys and values, by kind of layer, and where the drafts of this round stand.
 
-    Visible is what lies before the anchor. Entries at its position or beyond are those of rejected drafts.
+    Visible is what lies before the anchor. Entries at its position or beyond are those of rejected drafts. Full layers
+    have a slot per position.
     """
-    pos, dtype, out = ctx.length[:, None] - 2 + cfg.position_offset, p.norm.dtype, {}
+    pos, end, out = ctx.length[:, None] - 2 + cfg.position_offset, ctx.length - 1, {}
     for name in cfg.kinds:
         view, kind = ctx.kv_view(name), getattr(cfg.body, name)
-        committed = jnp.where(view.pos < ctx.length[:, None] - 1, view.pos, -1)
-        lent = KVView(view.k.astype(dtype), view.v.astype(dtype), committed)
-        out[name] = Seen(lent, pos, *rope_angles(kind.rope, pos))
+        full = name == "full"
+        committed = Filled(end, view.k.shape[2]) if full else jnp.where(view.pos < end[:, None], view.pos, -1)
+        lent = (x.astype(p.norm.dtype) for x in (view.k, view.v))
+        out[name] = Seen(*lent, committed, pos, *rope_angles(kind.rope, pos))
     return out
 
 
@@ -161,8 +166,7 @@ def _attend(
 ) -> Float[Array, "B 1 D"]:
     """Attention without a scale: the norms of queries and keys set it."""
     q = rotate(queries(layer, cfg, x), at.cos, at.sin, kind.rope.pair)
-    k, v, pos = at.view.k, at.view.v, at.view.pos
-    return gemma.output(attend(q, k, v, at.pos, pos, 1.0, cfg.window(kind)), layer.o)
+    return gemma.output(attend(q, at.k, at.v, at.pos, at.key_pos, 1.0, cfg.window(kind)), layer.o)
 
 
 def queries(layer: Layer, cfg: Config, x: Float[Array, "B Q D"]) -> Float[Array, "B Q H C"]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from flax import struct
 from jaxtyping import Array, Float
 
+from specjax.kernels.kv_injection_op import Heads, Projections
 from specjax.layers.linear import linear
 from specjax.layers.mlp import geglu, swiglu
 from specjax.layers.norm import rms_norm, rms_norm_wide
@@ -208,6 +209,17 @@ def keys_values(
     v = raw if layer.v is None else linear(x, layer.v, layer.v_bias)
     k = raw if layer.k_norm is None else norm(raw, layer.k_norm, cfg)
     return k, v if cfg.flavour == "plain" else rms_norm_wide(v, None, cfg.eps)
+
+
+def projections(layer: Layer) -> Projections:
+    """What keys and values of a layer are made with."""
+    return Projections(layer.k, layer.v, layer.k_bias, layer.v_bias, layer.k_norm)
+
+
+def heads(cfg: Body) -> Heads:
+    """How keys and values are made."""
+    gemma = cfg.flavour == "gemma4"
+    return Heads(cfg.rope, cfg.eps, wide=gemma, value_norm=gemma)
 
 
 def output(layer: Layer, mixed: Float[Array, "B Q H C"]) -> Float[Array, "B Q D"]:

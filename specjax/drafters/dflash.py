@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.core.cache import DenseKV, laid_out
+from specjax.core.cache import DenseKV, marked
 from specjax.drafters import body, dflash2, pick
 from specjax.drafters.body import Layer, keys_values, layer_specs, norm, output, queries, turn
 from specjax.drafters.dflash_config import Config, check_k, checked, config, max_k, tiny_fields
-from specjax.layers.attention import attend_parts
+from specjax.kernels import kv_injection_op
+from specjax.kernels.block_attention_op import View, attend_block, own_visible
 from specjax.layers.linear import linear
 from specjax.layers.rope import rope_angles
 from specjax.types import AbsorbIn, ArraySpec, Ctx, Mode, Proposal, Shared, TapSpec
@@ -120,13 +121,12 @@ def inject(
     The fused vector is the same for all layers and passes no other norm. After a verification rows at or
     beyond ``keep`` land in slots that are invisible until they are overwritten.
     """
-    fused, angles = fuse(p, cfg, features), rope_angles(cfg.body.rope, pos)
-
-    def one(layer: Layer, kv: DenseKV) -> DenseKV:
-        k, v = keys_values(layer, cfg.body, fused)
-        return kv.extend(turn(k, cfg.body, angles), v, pos, keep, mode)[-1]
-
-    return tuple(one(layer, kv) for layer, kv in zip(p.layers, dstate, strict=True))
+    caches = tuple((kv.k, kv.v) for kv in dstate)
+    layers, heads = tuple(body.projections(layer) for layer in p.layers), body.heads(cfg.body)
+    written = kv_injection_op.inject(
+        fuse(p, cfg, features), layers, caches, pos, keep, heads=heads, mode=mode
+    )
+    return tuple(DenseKV(*pair) for pair in written)
 
 
 def fuse(p: Weights, cfg: Config, features: Float[Array, "B Q W"]) -> Float[Array, "B Q D"]:
@@ -181,10 +181,7 @@ def drafting_rows(
     angles = rope_angles(cfg.body.rope, start[:, None] + jnp.arange(cfg.rows))
 
     def over_cache(i: int, kv: DenseKV, q, k, v):
-        past = context_visible(cfg, i, start, kv.k.shape[2])
-        own = jnp.broadcast_to(block_visible(cfg, i), (q.shape[0], cfg.rows, cfg.rows))
-        parts = ((kv.k, kv.v, past), (*laid_out(k, v, k.dtype), own))
-        return attend_parts(q, parts, cfg.body.scale)
+        return attend_block(q, kv.k, kv.v, start, start, marked(k, v, k.dtype), view=view(cfg, i))
 
     for i, kv in enumerate(dstate):
         x = block_layer(p, cfg, i, x, angles, functools.partial(over_cache, i, kv))
@@ -233,10 +230,9 @@ def block_layer(
     return body.after_mlp(layer, shape, x, added)
 
 
-def context_visible(cfg: Config, i: int, start: Int[Array, " B"], slots: int) -> Bool[Array, "B N S"]:
-    """Context positions each row of layer ``i`` sees: those before the anchor, in a sliding layer the last."""
-    seen = context_seen(cfg, i, start[:, None, None], jnp.arange(slots, dtype=start.dtype))
-    return jnp.broadcast_to(seen, (start.shape[0], cfg.rows, slots))
+def view(cfg: Config, i: int) -> View:
+    """What rows of layer ``i`` see: of the context what lies before the anchor, in a sliding layer the last of it."""
+    return View(cfg.body.scale, cfg.causal[i], cfg.body.windows[i], cfg.window_from)
 
 
 def context_seen(cfg: Config, i: int, start: Int[Array, "..."], at: Int[Array, "..."]) -> Bool[Array, "..."]:
@@ -252,11 +248,7 @@ def context_seen(cfg: Config, i: int, start: Int[Array, "..."], at: Int[Array, "
 
 def block_visible(cfg: Config, i: int) -> Bool[Array, "N N"]:
     """Rows of the block each row of layer ``i`` sees."""
-    row, other = jnp.arange(cfg.rows)[:, None], jnp.arange(cfg.rows)
-    window, seen = cfg.body.windows[i], jnp.ones((cfg.rows, cfg.rows), bool)
-    if window is not None and cfg.window_from == "row":
-        seen &= jnp.abs(row - other) < window
-    return seen & (other <= row) if cfg.causal[i] else seen
+    return own_visible(view(cfg, i), cfg.rows)
 
 
 def unembed(p: Weights, shared: Shared, cfg: Config, hidden: Float[Array, "B K D"]) -> Float[Array, "B K V"]:

@@ -60,6 +60,11 @@ def refuse(case: Case) -> str | None:
     return None
 
 
+def beyond(case: Case) -> bool:
+    """Prefill passes: their products are large enough for XLA's."""
+    return case.rows > MAX_ROWS
+
+
 def tiles(case: Case, chip: str) -> list[Plan]:
     """Grids to try on a chip, the best first."""
     most = configs.attention_rows(chip, case.padded)
@@ -101,6 +106,11 @@ def bind(case: Case, reference: Callable) -> Callable:
         return jax.lax.platform_dependent(*arrays, **run, default=reference)
 
     return apply
+
+
+def interpreted(case: Case) -> Callable:
+    """The same in Pallas' interpreter."""
+    return functools.partial(kernel.launch, plan=tiles(case, "default")[0], interpret=True)
 
 
 def _plan(case: Case, platform: str) -> Plan:

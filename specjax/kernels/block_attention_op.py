@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.kernels import dispatch
-from specjax.layers.attention import attend_parts
+from specjax.layers.softmax import attend_parts
 
 
 @dataclasses.dataclass(frozen=True)

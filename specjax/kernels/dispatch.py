@@ -6,21 +6,29 @@ A kernel is a module with
 * ``case(*arrays_and_settings)``: what decides about it, as a hashable value;
 * ``refuse(case)``: why it cannot serve a case, or None;
 * ``build(case, platform)``: compile it, raising whatever stands in the way;
-* ``bind(case, reference)``: a function with the arguments and results of ``reference``, which needs no kernel.
+* ``bind(case, reference)``: a function with the arguments and results of ``reference``, which needs no kernel;
+* ``beyond(case)``, where there is such: whether the case has more rows than the kernel is made for, whatever is asked;
+* ``interpreted(case)``, where it can be: such a function that runs anywhere, in Pallas' interpreter.
 
 Whatever no kernel serves runs as the reference, compiled by XLA, and is told once (logger ``specjax.kernels``; a
-warning where a kernel cannot be built). ``SPECJAX_KERNELS`` is ``auto`` (the default), ``xla`` (or ``off``: always the
-reference) or ``pallas`` (an error where the kernel cannot serve).
+warning where a kernel cannot be built). What is asked for is the option ``kernels`` of a call (part of what selects its
+compiled programs), or else ``SPECJAX_KERNELS``: ``auto`` (the default), ``xla`` (or ``off``: always the reference),
+``pallas`` (an error where the kernel cannot serve) or ``interpret`` (kernels in Pallas' interpreter, in any type: slow,
+to see on a CPU what they do).
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
+
+import jax.numpy as jnp
 
 from specjax.core import platform
 from specjax.kernels.building import told
@@ -34,7 +42,7 @@ KERNELS: dict[str, str | None] = {
     "kv_injection": "specjax.kernels.kv_injection",
 }
 
-WANTED = ("auto", "pallas", "xla")
+WANTED = ("auto", "pallas", "xla", "interpret")
 _OFF = ("off", "0", "false", "none")
 
 #: Cases whose kernel could not be built in this process, with the reason.
@@ -43,12 +51,14 @@ _failed: dict[tuple[str, Hashable], str] = {}
 _refused: dict[tuple[str, Hashable], str] = {}
 #: Operations whose kernel is switched off in this process, with the reason.
 _disabled: dict[str, str] = {}
+#: What the program that is being traced asks for.
+_asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("specjax_kernels", default=None)
 _log = logging.getLogger("specjax.kernels")
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What one operation runs as, ``"kernel"`` or ``"reference"``, and the reason."""
+    """What one operation runs as, ``"kernel"``, ``"interpreter"`` or ``"reference"``, and the reason."""
 
     op: str
     implementation: str
@@ -62,18 +72,47 @@ def implementation(op: str, facts: tuple, reference: Callable, want: str | None 
     kernel cannot serve.
     """
     want = wanted(want)
-    if want == "xla":
+    if want == "xla" or KERNELS[op] is None:
         return reference
+    if want == "interpret":
+        return _interpreted(op, facts, reference)
     choice = choose(op, *facts)
-    if choice.implementation == "reference":
-        if want == "pallas":
-            raise ValueError(
-                f"{op}: the Pallas kernel is asked for and cannot serve: {choice.reason}. Ask for 'auto' or 'xla', "
-                "or leave SPECJAX_KERNELS unset"
-            )
-        return reference
+    if choice.implementation == "kernel":
+        kernel = _module(op)
+        return kernel.bind(kernel.case(*facts), reference)
+    if want == "pallas" and not _beyond(op, facts):
+        raise ValueError(
+            f"{op}: the Pallas kernel is asked for and cannot serve: {choice.reason}. Ask for 'auto' or 'xla', "
+            "or leave SPECJAX_KERNELS unset"
+        )
+    return reference
+
+
+def _beyond(op: str, facts: tuple) -> bool:
+    if platform.backend() not in ("cuda", "rocm"):
+        return False
     kernel = _module(op)
-    return kernel.bind(kernel.case(*facts), reference)
+    return hasattr(kernel, "beyond") and kernel.beyond(kernel.case(*facts))
+
+
+def _interpreted(op: str, facts: tuple, reference: Callable) -> Callable:
+    """The kernel in the interpreter, which computes in float32 as well; ``reference`` where it does not serve."""
+    kernel = _module(op)
+    if not hasattr(kernel, "interpreted"):
+        return reference
+    case = kernel.case(*facts)
+    as_if = dataclasses.replace(case, dtype=jnp.dtype(jnp.bfloat16)) if case.dtype == jnp.float32 else case
+    return reference if kernel.refuse(as_if) else kernel.interpreted(case)
+
+
+@contextlib.contextmanager
+def asking(want: str) -> Iterator[None]:
+    """What is traced inside asks for ``want``, whatever ``SPECJAX_KERNELS`` says."""
+    before = _asked.set(want)
+    try:
+        yield
+    finally:
+        _asked.reset(before)
 
 
 def choose(op: str, *facts) -> Choice:
@@ -93,13 +132,14 @@ def choose(op: str, *facts) -> Choice:
 
 
 def wanted(want: str | None = None) -> str:
-    """What is asked for: ``want``, or else ``SPECJAX_KERNELS``, or else ``"auto"``. ValueError if it is none of
-    ``WANTED``."""
+    """What is asked for: ``want``, or else what the program that is being traced says, or else ``SPECJAX_KERNELS``, or
+    else ``"auto"``. ValueError if it is none of ``WANTED``."""
+    want = _asked.get() if want is None else want
     said = (os.environ.get("SPECJAX_KERNELS") or "auto").lower() if want is None else want
     if want is None and said in _OFF:
         return "xla"
     if said not in WANTED:
-        name = "SPECJAX_KERNELS" if want is None else "implementation"
+        name = "SPECJAX_KERNELS" if want is None else "kernels"
         raise ValueError(f"{name} must be one of {', '.join(WANTED)}, got {said!r}")
     return said
 
@@ -109,6 +149,10 @@ def explain(op: str) -> Choice:
     backend = platform.backend()
     if KERNELS[op] is None:
         return Choice(op, "reference", "no kernel ships in this version; XLA compiles the reference")
+    if wanted() == "interpret":
+        return Choice(
+            op, "interpreter", "Pallas' interpreter is asked for, where the operation has a kernel of Pallas"
+        )
     if backend not in ("cuda", "rocm"):
         return Choice(op, "reference", f"the kernel needs a GPU and JAX runs on {backend}")
     if wanted() == "xla":

@@ -134,6 +134,17 @@ def bind(case: Case, reference: Callable) -> Callable:
     return apply
 
 
+def beyond(case: Case) -> bool:
+    """Prefill passes: tokens sorted by expert fill XLA's products."""
+    return case.tokens > MAX_TOKENS
+
+
+def interpreted(case: Case) -> Callable:
+    """What :func:`bind` gives, in Pallas' interpreter."""
+    run = functools.partial(launch, case=case, tiles=TILES["cuda"], interpret=True)
+    return lambda *arrays: run(*arrays[:-1])  # the activation is part of the case
+
+
 def launch(x, ids, gate, up, down, *, case: Case, tiles: Tiles, interpret: bool = False):
     """All kernels, one after the other: float32 [N, k, D]."""
     ids = ids.reshape(-1).astype(jnp.int32)

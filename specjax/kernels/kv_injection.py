@@ -110,6 +110,12 @@ def bind(case: Case, reference: Callable) -> Callable:
     return apply
 
 
+def interpreted(case: Case) -> Callable:
+    """The same in Pallas' interpreter."""
+    tiles = next(configs.injection("default"))
+    return functools.partial(kernel.launch, case=case, tiles=tiles, interpret=True)
+
+
 def _tiles(case: Case, platform: str) -> Injection:
     """What was built here, or what would be tried first on such a platform."""
     if (case, platform) in _built:

@@ -6,15 +6,15 @@ their position; both are written at that position's slot. Nothing of one layer d
 
 import dataclasses
 
-import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specjax.core.cache import laid_out
+from specjax.core.cache import DenseKV
 from specjax.kernels import dispatch
 from specjax.layers.linear import linear
 from specjax.layers.norm import rms_norm, rms_norm_wide
 from specjax.layers.rope import RopeConfig, rope_angles, rotate
+from specjax.types import Mode
 
 
 @struct.dataclass
@@ -49,33 +49,32 @@ def inject(
     keep: Int[Array, " B"],
     *,
     heads: Heads,
+    mode: Mode = "extend",
     implementation: str | None = None,
 ) -> tuple[Cache, ...]:
     """The caches (keys, values; one pair per layer) with the first ``keep`` positions of every row written.
 
     Position p is written to slot p; positions outside the buffer are dropped. A value that is not finite becomes 0 and
-    its key NaN, as in :func:`specjax.core.cache.laid_out`. ``implementation``: as for
-    :func:`specjax.kernels.block_attention_op.attend_block`.
+    its key NaN, as in :func:`specjax.core.cache.laid_out`. Positions of a row are consecutive. Mode "verify": the rest
+    of the block, which has room, may be written too: its slots are not seen before they are written again.
+    ``implementation``: as for :func:`specjax.kernels.block_attention_op.attend_block`.
     """
-    run = lambda *arrays: reference(*arrays, heads=heads)  # noqa: E731
+    run = lambda *arrays: reference(*arrays, heads=heads, mode=mode)  # noqa: E731
     run = dispatch.implementation("kv_injection", (x, layers, caches, heads), run, implementation)
     return run(x, layers, caches, pos, keep)
 
 
-def reference(x, layers, caches, pos, keep, *, heads: Heads) -> tuple[Cache, ...]:
-    """The same in jnp: two products and two scatters per layer."""
-    angles, slots = rope_angles(heads.rope, pos), caches[0][0].shape[2]
-    slot = jnp.where((jnp.arange(pos.shape[1]) < keep[:, None]) & (pos >= 0), pos, slots)
-    rows = jnp.arange(pos.shape[0])[:, None]
+def reference(x, layers, caches, pos, keep, *, heads: Heads, mode: Mode = "extend") -> tuple[Cache, ...]:
+    """The same in jnp: two products and two writes per layer."""
+    angles = rope_angles(heads.rope, pos)
+    norm = rms_norm_wide if heads.wide else rms_norm
 
     def one(p: Projections, cache: Cache) -> Cache:
         raw = linear(x, p.k, p.k_bias)
         v = raw if p.v is None else linear(x, p.v, p.v_bias)
-        norm = rms_norm_wide if heads.wide else rms_norm
         k = raw if p.k_norm is None else norm(raw, p.k_norm, heads.eps)
         v = rms_norm_wide(v, None, heads.eps) if heads.value_norm else v
-        k, v = laid_out(rotate(k, *angles, heads.rope.pair), v, cache[0].dtype)
-        put = lambda buffer, block: buffer.at[rows, :, slot].set(block.swapaxes(1, 2), mode="drop")  # noqa: E731
-        return put(cache[0], k), put(cache[1], v)
+        kv = DenseKV(*cache).extend(rotate(k, *angles, heads.rope.pair), v, pos, keep, mode)[-1]
+        return kv.k, kv.v
 
     return tuple(one(p, cache) for p, cache in zip(layers, caches, strict=True))

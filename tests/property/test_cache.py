@@ -12,7 +12,7 @@ from told import MODES, TEXTS, cut, told, unused, with_drafter
 
 import specjax
 from specjax import testing
-from specjax.core.cache import DenseKV, RingKV
+from specjax.core.cache import DenseKV, RingKV, positions
 from specjax.layers.attention import attend
 from specjax.types import tree_bytes
 
@@ -78,6 +78,7 @@ class Walk:
         keys, values, key_pos, self.cache = extend(
             self.cache, k, v, pos.astype(np.int32), np.asarray(valid), mode
         )
+        key_pos = positions(key_pos)
         for b in range(B):
             self.slow.write(b, self.length[b], numbers[b, : valid[b]])
             for i in range(valid[b]):

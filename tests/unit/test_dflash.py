@@ -12,6 +12,7 @@ import pytest
 import specjax
 from specjax.drafters import dflash, dflash2
 from specjax.drafters.dflash_config import Convolution, Selection
+from specjax.kernels.block_attention_op import past_visible
 from specjax.types import AbsorbIn
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5], [8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6]]
@@ -120,7 +121,8 @@ def test_what_each_row_sees(origin, causal):
     )
     starts = np.array([0, 3, 10])
     for layer, window in enumerate((None, 4)):
-        past = dflash.context_visible(cfg, layer, jnp.asarray(starts, jnp.int32), 14)
+        at = jnp.asarray(starts, jnp.int32)
+        past = past_visible(dflash.view(cfg, layer), cfg.rows, at, at, 14)
         own = dflash.block_visible(cfg, layer)
         for b, row in np.ndindex(3, 5):
             place, start = starts[b] + row, starts[b]

@@ -196,7 +196,7 @@ def test_on_a_cpu_the_reference_runs_and_pallas_is_refused(monkeypatch):
     np.testing.assert_allclose(got, loop(*arrays, FULL), atol=2e-6)
     with pytest.raises(ValueError, match=r"needs a GPU and JAX runs on cpu.*'auto' or 'xla'"):
         attend_block(*arrays, view=FULL, implementation="pallas")
-    with pytest.raises(ValueError, match="implementation must be one of auto, pallas, xla, got 'fast'"):
+    with pytest.raises(ValueError, match="kernels must be one of auto, pallas, xla, interpret, got 'fast'"):
         attend_block(*arrays, view=FULL, implementation="fast")
     monkeypatch.setenv("SPECJAX_KERNELS", "triton")
     with pytest.raises(ValueError, match="SPECJAX_KERNELS must be one of"):
