@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specjax import checkpoints as checkpoints, train as train, zoo as zoo
     from specjax.api import (
         audit as audit,
+        bench as bench,
         cast as cast,
         chat as chat,
         decode as decode,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         save as save,
         start as start,
         stream as stream,
+        sweep as sweep,
         verify_step as verify_step,
     )
     from specjax.core.doctor import Doctor as Doctor, doctor as doctor
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "specjax.api": (
         "load", "save", "export", "cast", "decode", "stream", "chat", "audit", "explain",
-        "start", "draft_step", "verify_step",
+        "start", "draft_step", "verify_step", "sweep",
     ),
     "specjax.core.doctor": ("doctor", "Doctor"),
     "specjax.profiling": ("profile",),
@@ -50,7 +52,7 @@ _NAMES = {
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-_PACKAGES = ("checkpoints", "train", "zoo")
+_PACKAGES = ("bench", "checkpoints", "train", "zoo")
 
 __all__ = sorted([*_HOME, *_PACKAGES, "__version__"])
 

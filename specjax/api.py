@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from specjax import attach, calls, checkpoints, config, generate as _generate, memory, registry
+from specjax.bench.table import Table
 from specjax.config import acceptance_rule
 from specjax.conversation import Conversation
 from specjax.core import round as _round
@@ -132,6 +133,8 @@ def _tiny(dtype) -> Params:
 def decode(params: Params, prompt: Any, **options: Any) -> Result:
     """Generate text; speculative when ``params`` have a drafter. The output is the target's own.
 
+    Sampling options, ``seed`` and ``max_new_tokens`` also take a list with one value per prompt (None in it: the default).
+
     Args:
         params: from :func:`load`.
         prompt: a string (one user turn through the chat template), chat messages (list of dicts with
@@ -157,9 +160,6 @@ def decode(params: Params, prompt: Any, **options: Any) -> Result:
         kernels: "auto" (the library's kernels where they can serve), "xla" (never), "pallas" (an error where they
             cannot) or "interpret" (on a CPU, slowly); default what ``SPECJAX_KERNELS`` says, else "auto".
         verbose: progress: None = only on a terminal, False = never, True = always.
-
-        Sampling options, ``seed`` and ``max_new_tokens`` also take a list with one value per prompt (None
-        in it: the default).
 
     Returns:
         :class:`specjax.results.Result`: text, tokens, finish_reason, logprobs, stats; lists for a list.
@@ -199,6 +199,66 @@ def explain(params: Params, prompt: Any, *, compile: bool = False, **options: An
     from specjax import estimate as module
 
     return module.explain(params, prompt, compile=compile, **options)
+
+
+def bench(params: Params | Sequence[Params], dataset: Any = "builtin", **options: Any) -> Table:
+    """Measure drafters beside plain decoding: the same prompts, in the same run, in turn.
+
+    Args:
+        params: from :func:`load`: a target with a drafter, or several with one target. Of a target alone, "ngram" and
+            the drafters that come with the package are measured.
+        dataset: ``"builtin"`` (``"builtin:code"``, ``maths``, ``chat``, ``edit``), ``"gsm8k"``, ``"math500"``,
+            ``"humaneval"``, ``"mbpp"`` (from the Hugging Face Hub), a file of JSON lines with ``turns``, ``messages``
+            or ``prompt``, ``"NAME=FILE"``, or a list of prompts as :func:`decode` takes them.
+        methods: other drafters for the target: names, ``"NAME=FOLDER"``, ``"ngram+eagle3"`` (a chain), or a mapping
+            from names to what :func:`load` takes as ``drafter``.
+        k, batch, temperature: one value or several of each. ``k``: drafts per round, default the drafter's own.
+            ``batch``: prompts decoded together.
+        limit: the first so many prompts.
+        repeats: times that every prompt is decoded by either side (3).
+        max_new_tokens (128), max_len, rule, seed, ignore_eos, prefill_chunk, chat_template, chat_template_kwargs: as in
+            :func:`decode`; ``sampling``: a dict with further sampling options.
+        parts: False leaves the times of drafting and verification alone out, and the programs that they compile.
+        platform: "cpu", "cuda" or "rocm": an error where jax runs on another.
+        done: called with every row as it comes.
+
+    Returns:
+        :class:`specjax.bench.table.Table` of :class:`specjax.bench.rows.Row`: shown as a table; ``plot``, ``write``.
+
+    Raises:
+        ValueError: unknown data set, too few prompts for a batch, an option that :func:`decode` refuses.
+        FileNotFoundError: no such file.
+    """
+    from specjax.bench import run as module
+
+    return module.bench(params, dataset, **options)
+
+
+def sweep(target: Params | str | Path, methods: Any = None, datasets: Any = ("builtin",), **options: Any) -> Table:
+    """Measure methods x data sets x k, a row at a time, into a folder; called again, it goes on where it was.
+
+    Args:
+        target: as in :func:`load`, or params.
+        methods: drafters as in :func:`bench`; default "ngram" and those that come with the package.
+        datasets: as in :func:`bench`, one or several.
+        out: folder. It gets ``rows.jsonl`` (a line per row, on disk before the next begins), ``rows.csv``,
+            ``table.md``, plots as PNG. ValueError when it holds rows of other settings or of another machine.
+        k: drafts per round ((1, 3, 5, 7)), "auto", or "best": of what ``out`` holds of the method on that data set at
+            batch 1 and temperature 0.
+        batch, temperature, limit, max_new_tokens, repeats (1), platform, parts and the rest: as in :func:`bench`.
+        best_repeats: measure the best k of every method and data set once more, with so many repeats.
+        plain_every: plain decoding answers a data set once; beside every row, every so many of its batches (4) are
+            decoded plainly again, in turn with the row's own, and ratios are to plain decoding as fast as it is then.
+        max_len: token buffer; default: what serves every data set, so that they share their programs.
+        seconds: begin no row that would not fit, as long as the longest took; ``finished`` of the table tells.
+        done: called with the table so far and every new row.
+
+    Returns:
+        :class:`specjax.bench.table.Table`.
+    """
+    from specjax.bench import sweep as module
+
+    return module.sweep(target, methods, datasets, **options)
 
 
 def save(params: Params, folder: str | Path) -> None:

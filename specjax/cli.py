@@ -20,6 +20,7 @@ import typer
 
 import specjax
 from specjax import cli_options as opt, progress
+from specjax.bench.cli import bench, sweep
 from specjax.cli_convert import convert
 from specjax.cli_profile import profile
 from specjax.train.cli import app as train
@@ -42,6 +43,8 @@ def _version(wanted: bool) -> None:
 
 app.add_typer(train, name="train")
 app.command()(convert)
+app.command()(bench)
+app.command()(sweep)
 app.command()(profile)
 
 

@@ -41,6 +41,16 @@ def line(verbose: bool | None = None, logged: bool = False) -> Iterator[Say]:
             _OPEN.reset(token)
 
 
+@contextlib.contextmanager
+def through(say: Say) -> Iterator[None]:
+    """Whoever opens a line below writes to ``say`` instead."""
+    token = _OPEN.set(say)
+    try:
+        yield
+    finally:
+        _OPEN.reset(token)
+
+
 def _open(stack: contextlib.ExitStack, verbose: bool | None, logged: bool) -> Say:
     if verbose is False:
         return _silent

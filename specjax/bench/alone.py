@@ -76,7 +76,8 @@ Sample = tuple[
 def rounds(params: Params, options: Mapping[str, Any], batch: Sequence[Any], calls: int) -> list[Sample]:
     """Device calls of decoding a batch, timed one by one, without the host's part."""
     call = plan(params, batch, **options)
-    engine, found = call.engines()[0], []
+    engine = call.engines()[0]
+    found: list[Sample] = []
     state = prefill_rows(
         engine, host_state(call.program, _rows(call.program, call.jobs)), call.drive.prefill_chunk
     )[0]
@@ -128,7 +129,8 @@ class Loop:
 
 def in_turn(loops: Mapping[Any, Loop], repeats: int) -> dict[Any, float]:
     """Milliseconds per turn of each, the median over ``repeats``, one after the other each time."""
-    turns, found = {}, {name: [] for name in loops}
+    turns: dict[Any, int] = {}
+    found: dict[Any, list[float]] = {name: [] for name in loops}
     for name, loop in loops.items():
         loop(1)  # compiles
         turns[name] = int(min(max(LOOP / max(loop(1), 1e-9), TURNS[0]), TURNS[1]))

@@ -53,7 +53,7 @@ class Plain:
 def measure(
     params: Params,
     prompts: Any,
-    k: int | None = None,
+    k: int | str | None = None,
     batch: int = 1,
     max_new_tokens: int = 128,
     *,
@@ -80,7 +80,7 @@ def measure(
     Args:
         params: a target with a drafter, from :func:`specjax.load`.
         prompts: as :func:`specjax.decode` takes them.
-        k: drafts per round; default the drafter's own.
+        k: drafts per round; default the drafter's own. For "auto" rounds alone are not timed: they differ.
         batch: prompts decoded together; those behind the last whole batch are left out.
         max_new_tokens, temperature, rule, seed, ignore_eos, chat_template, chat_template_kwargs, max_len,
             prefill_chunk: as in :func:`specjax.decode`; by default all prompts share one buffer length and one
@@ -106,18 +106,19 @@ def measure(
     positive("repeats", repeats), positive("plain_every", plain_every)
     made = batches(params, prompts, setting)
     call = calls.plan(params, made.ids[0], **made.options(0, k=k, rule=rule))
+    width, name = ("auto" if call.program.auto else call.program.k), method or meta.drafter
     with line(verbose) as say:
-        say(f"{method or meta.drafter}, k {call.program.k}: compiling")
-        run = _Run(params, made, {"k": call.program.k, "rule": rule}, plain, plain_every, say)
+        say(f"{name}, k {width}: compiling")
+        run = _Run(params, made, {"k": width, "rule": rule}, plain, plain_every, say)
         for _ in range(repeats):
             run.over()
-        say(f"{method or meta.drafter}, k {call.program.k}: rounds alone")
-        costs = run.costs(parts)
+        say(f"{name}, k {width}: rounds alone")
+        costs = None if width == "auto" else run.costs(parts)
         row = Row(
-            method=method or meta.drafter,
+            method=name,
             drafter=drafter or meta.drafter,
             dataset=dataset,
-            k=call.program.k,
+            k=width,
             rule=_rule(call),
             repeats=repeats,
             costs=costs,
@@ -331,7 +332,7 @@ def _notes(row: Row, made: Batches) -> list[str]:
         notes.append(f"{row.unexplained} differing prompt(s) without a logit gap that was looked at")
     if row.costs is not None and row.gap is not None and abs(row.gap) > 0.1:
         notes.append(
-            f"tau / R and the measured speed-up differ by {row.gap:+.0%}; a round took {row.call_ms:.2f} ms in decoding "
-            f"and {row.costs.round_ms:.2f} alone, a plain one {row.plain_call_ms:.2f} and {row.costs.plain_ms:.2f}"
+            f"tau / R and the measured speed-up differ by {row.gap:+.0%}; a round took {row.call_ms:.2f} ms in decoding"
+            f" and {row.costs.round_ms:.2f} alone, a plain one {row.plain_call_ms:.2f} and {row.costs.plain_ms:.2f}"
         )
     return notes

@@ -119,7 +119,7 @@ class Row:
     dataset: str
     checksum: str
     prompts: int
-    k: int
+    k: int | str  # or "auto"
     batch: int
     temperature: float
     rule: str
