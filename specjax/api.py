@@ -216,8 +216,8 @@ def bench(params: Params | Sequence[Params], dataset: Any = "builtin", **options
             ``batch``: prompts decoded together.
         limit: the first so many prompts.
         repeats: times that every prompt is decoded by either side (3).
-        max_new_tokens (128), max_len, rule, seed, ignore_eos, prefill_chunk, chat_template, chat_template_kwargs: as in
-            :func:`decode`; ``sampling``: a dict with further sampling options.
+        max_new_tokens (128), max_len, rule, seed, ignore_eos, prefill_chunk, kernels, chat_template,
+            chat_template_kwargs: as in :func:`decode`; ``sampling``: a dict with further sampling options.
         parts: False leaves the times of drafting and verification alone out, and the programs that they compile.
         platform: "cpu", "cuda" or "rocm": an error where jax runs on another.
         done: called with every row as it comes.
@@ -234,7 +234,9 @@ def bench(params: Params | Sequence[Params], dataset: Any = "builtin", **options
     return module.bench(params, dataset, **options)
 
 
-def sweep(target: Params | str | Path, methods: Any = None, datasets: Any = ("builtin",), **options: Any) -> Table:
+def sweep(
+    target: Params | str | Path, methods: Any = None, datasets: Any = ("builtin",), **options: Any
+) -> Table:
     """Measure methods x data sets x k, a row at a time, into a folder; called again, it goes on where it was.
 
     Args:

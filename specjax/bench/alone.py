@@ -25,6 +25,7 @@ from specjax.core.loop import Job, host_state, prefill_rows
 from specjax.core.platform import compiler_options
 from specjax.core.programs import Engine
 from specjax.identity import without_drafter
+from specjax.kernels import dispatch
 from specjax.types import Emit, Pair, Params, Proposal, State
 
 Call = tuple[Params, Mapping[str, Any]]  # params and options of decode
@@ -150,14 +151,14 @@ def verifying(params: Params, program: Program, jobs: Sequence[Job], width: int)
     )
     weights = (params.target, None)
     state = Engine(alone, weights).init(_halfway(alone, jobs))
-    return Loop(functools.partial(_compiled("verify"), alone.pair, width, weights), state)
+    return Loop(functools.partial(_compiled("verify"), alone, width, weights), state)
 
 
 def drafting(params: Params, program: Program, jobs: Sequence[Job]) -> Loop:
     """The drafter's pass for the program's ``k`` drafts; D(k)."""
     weights = (params.target, params.drafter)
     state = Engine(program, weights).init(_halfway(program, jobs))
-    return Loop(functools.partial(_compiled("draft"), program.pair, program.k, weights), state)
+    return Loop(functools.partial(_compiled("draft"), program, program.k, weights), state)
 
 
 def _halfway(program: Program, jobs: Sequence[Job]) -> State:
@@ -171,8 +172,9 @@ def _halfway(program: Program, jobs: Sequence[Job]) -> State:
 def _compiled(part: str) -> Callable[..., State]:
     turn = {"verify": _verify, "draft": _draft}[part]
 
-    def turns(pair: Pair, k: int, weights, state: State, n) -> State:
-        return jax.lax.fori_loop(0, n, lambda i, s: turn(pair, k, weights, s, i), state)
+    def turns(program: Program, k: int, weights, state: State, n) -> State:
+        with dispatch.asking(program.kernels):
+            return jax.lax.fori_loop(0, n, lambda i, s: turn(program.pair, k, weights, s, i), state)
 
     options = compiler_options() or None
     return jax.jit(turns, static_argnums=(0, 1), donate_argnums=(3,), compiler_options=options)

@@ -66,6 +66,7 @@ def measure(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     max_len: int | None = None,
     prefill_chunk: int | None = None,
+    kernels: str | None = None,
     sampling: Mapping[str, Any] | None = None,
     parts: bool = True,
     plain: Plain | None = None,
@@ -83,7 +84,7 @@ def measure(
         k: drafts per round; default the drafter's own. For "auto" rounds alone are not timed: they differ.
         batch: prompts decoded together; those behind the last whole batch are left out.
         max_new_tokens, temperature, rule, seed, ignore_eos, chat_template, chat_template_kwargs, max_len,
-            prefill_chunk: as in :func:`specjax.decode`; by default all prompts share one buffer length and one
+            prefill_chunk, kernels: as in :func:`specjax.decode`; by default all prompts share one buffer length and one
             prefill width. ``sampling``: further sampling options.
         repeats: times that every batch is decoded by both sides.
         parts: time verification and drafting alone, which compiles a program for each.
@@ -101,12 +102,12 @@ def measure(
     setting = Setting(
         batch=batch, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos,
         chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, max_len=max_len,
-        prefill_chunk=prefill_chunk, sampling=dict(sampling or {}),
+        prefill_chunk=prefill_chunk, kernels=kernels, sampling=dict(sampling or {}),
     )  # fmt: skip
     positive("repeats", repeats), positive("plain_every", plain_every)
     made = batches(params, prompts, setting)
     call = calls.plan(params, made.ids[0], **made.options(0, k=k, rule=rule))
-    width, name = ("auto" if call.program.auto else call.program.k), method or meta.drafter
+    width, name = ("auto" if k == "auto" else call.program.k), method or meta.drafter
     with line(verbose) as say:
         say(f"{name}, k {width}: compiling")
         run = _Run(params, made, {"k": width, "rule": rule}, plain, plain_every, say)

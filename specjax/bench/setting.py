@@ -31,6 +31,7 @@ class Setting:
     chat_template_kwargs: Mapping[str, Any] | None = None
     max_len: int | None = None
     prefill_chunk: int | None = None
+    kernels: str | None = None
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -85,6 +86,7 @@ class Batches:
             "rows": s.batch,
             "max_len": self.max_len,
             "prefill_chunk": self.prefill_chunk,
+            "kernels": s.kernels,
             "verbose": False,
             **s.sampling,
         } | {key: value for key, value in more.items() if value is not None}

@@ -280,7 +280,15 @@ class Sweep:
         return table
 
 
-_SETTING = ("seed", "ignore_eos", "chat_template", "chat_template_kwargs", "prefill_chunk", "sampling")
+_SETTING = (
+    "seed",
+    "ignore_eos",
+    "chat_template",
+    "chat_template_kwargs",
+    "prefill_chunk",
+    "kernels",
+    "sampling",
+)
 
 
 def _kept(plain: Plain) -> dict[str, Any]:
