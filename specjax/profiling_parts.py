@@ -33,7 +33,7 @@ class Parts:
     """Timers of the parts at one state, for one draft width."""
 
     def __init__(self, program: Program, weights: rnd.Weights, state: State, width: int):
-        self.program, self.weights = program, weights
+        self.program, self.weights, self.state = program, weights, state
         k = program.k
         proposal, self.drafted = _compiled("draft once", program, k)(weights, state)
         self.cut = rnd.truncated(proposal, width)
@@ -51,7 +51,7 @@ class Parts:
             "commit": make("commit", after, self.verdict),
         }
         if self.program.pair.drafter is not None and self.program.k:
-            found["draft"] = _timer(self.program, self.program.k, self.weights, "draft", self.drafted)
+            found["draft"] = _timer(self.program, self.program.k, self.weights, "draft", self.state)
         if jax.tree.leaves(self.drafted.drafter):
             found["inject"] = make("inject", self.drafted, self.cut, self.verdict, features)
         return found
@@ -136,8 +136,8 @@ def _accept(program: Program, weights, zero, state: State, hidden, proposal: Pro
 
 def _commit(program: Program, weights, state: State, verdict: Verdict) -> State:
     after = rnd.settle(program.pair, state, state.target, verdict)
-    kept = _next(state, target=after.target, tokens=after.tokens, counts=after.counts)
-    return _moved(kept, _zero((after.length, after.done, after.reason)))
+    kept = _next(state, target=after.target)
+    return _moved(kept, _zero((after.length, after.done, after.reason, after.tokens, after.counts)))
 
 
 def _inject(program: Program, weights, state: State, proposal: Proposal, verdict: Verdict, out: TargetOut):
@@ -159,7 +159,14 @@ def _next(state: State, **changes: Any) -> State:
     done for the sake of the other outputs."""
     shape = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
     same = {name: new for name, new in changes.items() if shape(new) == shape(getattr(state, name))}
-    return dataclasses.replace(state, **same)
+    kept = {name: jax.tree.map(_buffer, getattr(state, name), new) for name, new in same.items()}
+    return dataclasses.replace(state, **kept)
+
+
+def _buffer(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Buffers go on to the next turn, as they do in a round. Counts and positions stay: every turn begins where the
+    first one did."""
+    return new if jnp.issubdtype(new.dtype, jnp.floating) else old
 
 
 def _moved(state: State, zero) -> State:
