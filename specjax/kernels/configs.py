@@ -155,3 +155,45 @@ def injection(chip: str) -> Iterator[Injection]:
             for n, t in found.projection.items()
         }
         yield dataclasses.replace(found, projection=small)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Few rows times a large weight: ``rows`` of the weight (halves of gate and of up), ``depth`` columns at a time,
+    ``warps``, ``stages`` of reads under way, at most ``fill`` programs per processor, at least ``least`` columns for a
+    program."""
+
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+    fill: int = 3
+    least: int = 512
+
+
+#: By chip and bytes of a number. Three programs with three reads of 16 KiB under way fill a processor of Hopper, all
+#: programs at once.
+PRODUCT: dict[str, dict[int, Product]] = {
+    "sm_90": {2: Product(64, 128, 4, 4), 4: Product(32, 32, 4, 4)},
+    "gfx942": {2: Product(64, 128, 4, 2, fill=2), 4: Product(32, 32, 4, 2, fill=2)},
+    "gfx950": {2: Product(64, 128, 4, 2, fill=3), 4: Product(32, 32, 4, 2, fill=2)},
+    "default": {2: Product(32, 64, 4, 2, fill=2), 4: Product(32, 32, 4, 1, fill=2)},
+}
+
+
+def product(chip: str, itemsize: int) -> Iterator[Product]:
+    """The tiles for numbers of so many bytes, then such with fewer reads under way and less depth."""
+    found = PRODUCT[chip][itemsize]
+    yield found
+    for stages, depth in ((2, 64), (1, 32)):
+        yield dataclasses.replace(found, stages=min(found.stages, stages), depth=min(found.depth, depth))
+
+
+def chip_of(platform: str) -> str:
+    """The chip whose tiles a program for a platform has: this machine's if it is of the platform."""
+    chip = kind()
+    return (
+        chip
+        if chip.startswith("gfx") == (platform == "rocm")
+        else {"cuda": "sm_90", "rocm": "gfx942"}[platform]
+    )

@@ -40,6 +40,7 @@ KERNELS: dict[str, str | None] = {
     "packed_attention": "specjax.kernels.packed_attention",
     "block_attention": "specjax.kernels.block_attention",
     "kv_injection": "specjax.kernels.kv_injection",
+    "skinny": "specjax.kernels.skinny",
 }
 
 WANTED = ("auto", "pallas", "xla", "interpret")

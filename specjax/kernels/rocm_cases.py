@@ -15,6 +15,8 @@ from specjax.kernels import (
     grouped_experts,
     kv_injection,
     kv_injection_kernel,
+    skinny,
+    skinny_kernel,
 )
 from specjax.kernels.block_attention_op import View
 from specjax.kernels.kv_injection_op import Heads
@@ -109,6 +111,20 @@ def grouped(tokens: int) -> Case:
     return Case(f"experts {tokens} tokens grouped", names, make)
 
 
+def product(
+    name: str, rows: int, outs: tuple[int, ...] = (4096,), width: int = 4096, dtype=jnp.bfloat16, **changes
+) -> Case:
+    """Few rows times the weights of an 8B model."""
+    case = skinny_kernel.Case(rows, width, outs, jnp.dtype(dtype), jnp.dtype(dtype), **changes)
+
+    def make(chip):
+        return functools.partial(
+            skinny_kernel.launch, case=case, plan=skinny.plans(case, chip)[0]
+        ), *skinny.shapes(case)
+
+    return Case(f"product {name}", {"skinny": dtype != jnp.float32}, make)
+
+
 def cases() -> list[Case]:
     """All of them."""
     verify = View(scale=128**-0.5, causal=True)
@@ -134,5 +150,18 @@ def cases() -> list[Case]:
         dataclasses.replace(
             injection(16, size=512, kv_heads=2, own_values=False, heads=gemma), name="injection d512"
         )
+    ]
+    heads, normed = (4096, 1024, 1024), {"normed": True, "eps": 1e-6}
+    gated = {"outs": (12288, 12288), "activation": jax.nn.silu} | normed
+    found += [
+        product("of one row", 1),
+        product("down", 8, width=12288),
+        product("of 64 rows", 64),
+        product("heads", 1, heads, **normed),
+        product("heads of 32 rows", 32, heads, **normed),
+        product("gated", 16, **gated),
+        product("gated of 64 rows", 64, **gated),
+        product("float32", 8, dtype=jnp.float32),
+        product("float32 gated", 16, dtype=jnp.float32, **gated),
     ]
     return [*found, mixture(1), mixture(16), grouped(128), grouped(1024), grouped(2048)]

@@ -4,27 +4,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax.layers.linear import linear
+from specjax.layers.linear import Rows, gated, linear
 
 
 def swiglu(
-    x: Float[Array, "B Q D"],
+    x: Rows,
     gate: Float[Array, "F D"],
     up: Float[Array, "F D"],
     down: Float[Array, "D F"],
 ) -> Float[Array, "B Q D"]:
-    """``down(silu(gate x) * up x)``."""
-    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+    """``down(silu(gate x) * up x)`` of rows ``[B Q D]``."""
+    return linear(gated(x, gate, up, jax.nn.silu), down)
 
 
 def geglu(
-    x: Float[Array, "B Q D"],
+    x: Rows,
     gate: Float[Array, "F D"],
     up: Float[Array, "F D"],
     down: Float[Array, "D F"],
 ) -> Float[Array, "B Q D"]:
     """``down(gelu(gate x) * up x)`` with the tanh form of GELU."""
-    return linear(gelu_tanh(linear(x, gate)) * linear(x, up), down)
+    return linear(gated(x, gate, up, gelu_tanh), down)
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:

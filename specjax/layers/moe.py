@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.kernels import dispatch
 from specjax.layers.grouping import gathered, group, tile_rows
-from specjax.layers.linear import linear, precision_of
+from specjax.layers.linear import linear, precision_of, product
 from specjax.layers.loop import scan_into
 
 #: Up to here a kernel multiplies all tokens with every expert that is hit; beyond, each with the experts it chose.
@@ -77,9 +77,9 @@ def _tiled(x, ids, gate, up, down, activation) -> Float[Array, "N k D"]:
 
     def one(args):
         expert, block = args
-        g = linear(block, gate[expert], out_dtype=jnp.float32)
-        u = linear(block, up[expert], out_dtype=jnp.float32)
-        return linear((activation(g) * u).astype(x.dtype), down[expert], out_dtype=jnp.float32)
+        g = product(block, gate[expert], jnp.float32)
+        u = product(block, up[expert], jnp.float32)
+        return product((activation(g) * u).astype(x.dtype), down[expert], jnp.float32)
 
     def some(args):
         return jax.lax.cond(args[0], one, lambda _: jnp.zeros((tile, x.shape[1]), jnp.float32), args[1:])

@@ -14,6 +14,7 @@ first and the last agree.
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float
 
 
@@ -33,6 +34,20 @@ def rms_norm_wide(
     """Multiplied by ``weight`` (None: by nothing) in float32, then rounded."""
     out = _normed(x, eps)
     return (out if weight is None else out * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+@struct.dataclass
+class Normed:
+    """``rms_norm`` (``offset``: ``rms_norm_offset``) of ``x``, left to the product that reads it."""
+
+    x: Float[Array, "*N D"]
+    weight: Float[Array, " D"]
+    eps: float = struct.field(pytree_node=False)
+    offset: bool = struct.field(pytree_node=False, default=False)
+
+    def array(self) -> Float[Array, "*N D"]:
+        """The normed rows."""
+        return (rms_norm_offset if self.offset else rms_norm)(self.x, self.weight, self.eps)
 
 
 def _normed(x, eps):

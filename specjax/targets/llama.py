@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from specjax.core.cache import DenseKV
 from specjax.layers.attention import attend
-from specjax.layers.linear import linear
+from specjax.layers.linear import linear, linears
 from specjax.layers.mlp import swiglu
-from specjax.layers.norm import rms_norm
+from specjax.layers.norm import Normed, rms_norm
 from specjax.layers.rope import RopeConfig, rope_angles, rope_config, rotate
 from specjax.targets.decoder import Weights, commit, outer_specs, shared, slots_of, unembed, walk
 from specjax.targets.hf import check_config, only_full_attention
@@ -171,10 +171,10 @@ def run_layers(p, cfg, tokens, pos, valid, cache, taps, mode, project, feed_forw
     angles = rope_angles(cfg.rope, pos)
 
     def step(_, layer, x, kv):
-        q, k, v = project(layer, cfg, rms_norm(x, layer.attn_norm, cfg.eps))
+        q, k, v = project(layer, cfg, Normed(x, layer.attn_norm, cfg.eps))
         mixed, kv = _attention(layer, cfg, q, k, v, pos, valid, kv, angles, mode)
         x = x + mixed
-        return x + feed_forward(layer, cfg, rms_norm(x, layer.mlp_norm, cfg.eps)), kv
+        return x + feed_forward(layer, cfg, Normed(x, layer.mlp_norm, cfg.eps)), kv
 
     return walk(p.embed[tokens], p.layers, cache, taps, step, lambda x: rms_norm(x, p.norm, cfg.eps))
 
@@ -182,8 +182,7 @@ def run_layers(p, cfg, tokens, pos, valid, cache, taps, mode, project, feed_forw
 def project(layer, cfg, x):
     """Queries ``[B Q H C]``, keys and values ``[B Q G C]``, before rope."""
     del cfg
-    q, k = linear(x, layer.q, layer.q_bias), linear(x, layer.k, layer.k_bias)
-    return q, k, linear(x, layer.v, layer.v_bias)
+    return linears(x, (layer.q, layer.k, layer.v), (layer.q_bias, layer.k_bias, layer.v_bias))
 
 
 def _feed_forward(layer, cfg, x):

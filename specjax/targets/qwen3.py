@@ -125,7 +125,8 @@ def forward(
 
 
 def _project(layer, cfg, x):
-    return _queries(layer, cfg, x), *_keys_values(layer, cfg, x)
+    q, k, v = llama.project(layer, cfg, x)
+    return rms_norm(q, layer.q_norm, cfg.eps), rms_norm(k, layer.k_norm, cfg.eps), v
 
 
 def _queries(layer, cfg, x):
