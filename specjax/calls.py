@@ -24,6 +24,7 @@ from specjax.config import (
     row_bucket,
     token_bucket,
 )
+from specjax.core import width as choice
 from specjax.core.loop import Driving, Job
 from specjax.core.programs import Engine
 from specjax.kernels import dispatch
@@ -34,6 +35,7 @@ from specjax.types import Params
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_ROWS = 8
 ROUNDS = 16
+AUTO = "auto"
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
@@ -96,7 +98,7 @@ def _plan(
     prompt: Any,
     *,
     max_new_tokens: int | list[int] | None = None,
-    k: int | None = None,
+    k: int | str | None = None,
     temperature: float | str | list[float] | None = None,
     top_k: Any = None,
     top_p: Any = None,
@@ -122,6 +124,7 @@ def _plan(
     verbose: bool | None = None,
 ) -> Call:
     meta = _meta(params)
+    k, rows = _tuned(meta, k, rows)
     given = prompts.encode(meta, prompt, chat_template, chat_template_kwargs)
     sampling = {name: value for name, value in locals().items() if name in _SAMPLING}
     options = _options(meta, given.ids, sampling, max_new_tokens, logit_bias, seed, stop, ignore_eos)
@@ -129,7 +132,7 @@ def _plan(
     for job in jobs:
         _watch(meta, job)
     logprobs = _switch("logprobs", logprobs)
-    program = _program(params, jobs, width(meta, k), rule, rows, max_len, logprobs, kernels)
+    program = _program(params, jobs, width(meta, k), rule, rows, max_len, logprobs, kernels, k == AUTO)
     if loop not in ("device", "host"):
         raise ValueError(f"loop must be 'device' or 'host', got {loop!r}")
     if positive("prefill_chunk", prefill_chunk) & (prefill_chunk - 1):
@@ -141,6 +144,14 @@ def _plan(
 
 
 OPTIONS = tuple(inspect.signature(_plan).parameters)[2:]
+
+
+def _tuned(meta: Meta, k: Any, rows: Any) -> tuple[Any, Any]:
+    """``k`` and ``rows`` of a call, from the params' own defaults where it names none."""
+    own = dict(meta.defaults)
+    return own.get("k") if k is None and meta.drafter is not None else k, (
+        own.get("rows") if rows is None else rows
+    )
 
 
 def _meta(params: Params) -> Meta:
@@ -275,12 +286,16 @@ def _watch(meta: Meta, job: Job) -> None:
     job.check = check
 
 
-def width(meta: Meta, k: int | None) -> int:
-    """Drafts per round: ``k``, or the drafter's own; 0 without a drafter."""
+def width(meta: Meta, k: int | str | None) -> int:
+    """Drafts per round: ``k``, or the drafter's own; the most there may be for "auto"; 0 without a drafter."""
     if meta.drafter is None:
         if k is not None:
             raise ValueError(f"k={k!r} was given, but params have no drafter: load with drafter=...")
         return 0
+    if k == AUTO:
+        return widest(meta)
+    if isinstance(k, str):
+        raise ValueError(f"k must be a number of drafts per round or {AUTO!r}, got {k!r}")
     width = meta.drafter_cfg.k if k is None else positive("k", k)
     if width >= meta.target_cfg.max_positions:
         raise ValueError(
@@ -294,9 +309,21 @@ def width(meta: Meta, k: int | None) -> int:
     return width
 
 
-def _program(params: Params, jobs, k, rule, rows, max_len, logprobs, kernels) -> Program:
+def widest(meta: Meta) -> int:
+    """Most drafts of a round with k="auto": the drafter's limit, else the larger of its own width and 7 (15 for one
+    without weights, whose drafts cost nothing)."""
+    module, cfg = registry.drafter(str(meta.drafter)), meta.drafter_cfg
+    limit = getattr(module, "max_k", None)
+    free = module.abstract(cfg) is None
+    most = limit(cfg) if limit else max(cfg.k, 15 if free else 7)
+    return max(1, min(most, choice.BUCKETS[-1], meta.target_cfg.max_positions - 1))
+
+
+def _program(params: Params, jobs, k, rule, rows, max_len, logprobs, kernels, auto) -> Program:
     meta = params.meta
     rule = acceptance_rule(meta, rule)
+    if auto:  # widths follow the clock: only ids that do not depend on them are the same in every run
+        rule = rule or "match"
     longest = max(job.limit for job in jobs)
     if max_len is not None and positive("max_len", max_len) < longest:
         raise ValueError(f"max_len={max_len} is less than the longest prompt + max_new_tokens ({longest})")
@@ -314,4 +341,5 @@ def _program(params: Params, jobs, k, rule, rows, max_len, logprobs, kernels) ->
         n_stop=-(-max(stops, 1) // STOP_BUCKET) * STOP_BUCKET,
         dtype=str(registry.target(meta.family).shared(params.target, meta.target_cfg).embed.dtype),
         kernels=dispatch.wanted(kernels),
+        auto=auto,
     )

@@ -37,7 +37,15 @@ Speculative = Annotated[
     _option("--speculative-config", "-sc", text="JSON object or file, keys as in vLLM.", metavar="JSON|FILE"),
 ]
 MaxNew = Annotated[int | None, _option("--max-new-tokens", text="Token budget per answer.")]
-K = Annotated[int | None, _option("--k", "-k", text="Tokens drafted per round; default: the drafter's own.")]
+K = Annotated[
+    str | None,
+    _option(
+        "--k",
+        "-k",
+        text="Tokens drafted per round; default: the drafter's own. 'auto' = tuned as it goes.",
+        metavar="N|auto",
+    ),
+]
 Temperature = Annotated[
     str | None,
     _option("--temperature", "-t", text="0 = greedy; 'model' = the file's defaults.", metavar="FLOAT|model"),
@@ -98,6 +106,7 @@ def decode_options(given: dict[str, Any]) -> dict[str, Any]:
     """Keywords for ``decode`` from command line values; what was not given is left out."""
     options = {k: v for k, v in given.items() if k not in _OWN and v is not None and v != []}
     parsers = {
+        "k": _width,
         "temperature": lambda text: text if text == "model" else _float("--temperature", text),
         "logit_bias": lambda pairs: dict(_bias(pair) for pair in pairs),
         "stop": lambda items: [_stop(item) for item in items],
@@ -106,6 +115,15 @@ def decode_options(given: dict[str, Any]) -> dict[str, Any]:
     }
     options = {k: parsers[k](v) if k in parsers else v for k, v in options.items()}
     return options if given["verbose"] is None else options | {"verbose": given["verbose"]}
+
+
+def _width(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"--k takes a number of drafts or 'auto', got {text!r}") from None
 
 
 def _float(name: str, text: str) -> float:

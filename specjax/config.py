@@ -36,6 +36,9 @@ class Meta:
     eos_ids: tuple[int, ...] = ()
     generation: tuple[tuple[str, Any], ...] = ()  # the file's generation defaults, sorted
     name: str = ""
+    defaults: tuple[
+        tuple[str, Any], ...
+    ] = ()  # options of calls that do not name them (k, rows): specjax.tune
 
     @property
     def pair(self) -> Pair:
@@ -95,7 +98,8 @@ class Program:
 
     ``rows`` B, ``tokens`` T (buffer length), ``k`` drafts per round, ``rounds`` R (size of the record of
     one chunk), ``flags`` which sampling options exist, ``n_stop`` width of the stop id table, ``kernels`` which
-    implementation of operations is asked for (:mod:`specjax.kernels.dispatch`).
+    implementation of operations is asked for (:mod:`specjax.kernels.dispatch`), ``auto`` that rounds have any width
+    up to ``k`` (:mod:`specjax.core.pace`).
     """
 
     pair: Pair
@@ -109,6 +113,7 @@ class Program:
     n_stop: int
     dtype: str
     kernels: str = "auto"
+    auto: bool = False
 
     @property
     def q_max(self) -> int:
@@ -124,9 +129,19 @@ class Program:
     def widths(self) -> tuple[int, ...]:
         """Draft widths compiled beside ``k``: narrow rounds must not pay for wide ones."""
         pair = self.pair
-        if pair.drafter is None or not registry.drafter(pair.drafter).varies(pair.drafter_cfg):
+        if pair.drafter is None:
+            return ()
+        if not (self.cuts or registry.drafter(pair.drafter).varies(pair.drafter_cfg)):
             return ()
         return tuple(w for w in (0, 3, 7, 15) if w < self.k)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether drafts are left out that their drafter doubts, from a chance on that each chunk is given."""
+        if not self.auto or self.pair.drafter is None:
+            return False
+        confident = getattr(registry.drafter(self.pair.drafter), "confident", None)
+        return confident is not None and confident(self.pair.drafter_cfg)
 
 
 def acceptance_rule(meta: Meta, rule: str | None) -> Rule | None:

@@ -206,7 +206,10 @@ class AbsorbIn:
     keep: Int[Array, " B"]
     hidden: Float[Array, "B Q D"] | None
     taps: Taps
-    mode: Mode = struct.field(pytree_node=False, default="verify")  # "extend" in prefill: blocks of any width
+    mode: Mode = struct.field(pytree_node=False, default="verify")  # "extend": blocks of any width
+    #: Token at the position before the block, where rounds without drafts are taken in at once: a drafter that
+    #: runs ahead on its own drafts may never have fed the last one.
+    before: Int[Array, " B"] | None = None
 
 
 @struct.dataclass

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.config import Options, Program, bounded_chunk, prefill_bucket, refill_groups
+from specjax.core.pace import Step, pace
 from specjax.core.programs import Engine
 from specjax.types import NONFINITE, REASONS, RUNNING, Counts, Emit, Sampling, State
 
@@ -123,6 +124,8 @@ def run_rounds(
 
 def _rounds(engine, one, state, rows, queue, drive, beside) -> Generator[Job, None, State]:
     behind: list[Emit] = []
+    pacing = pace(engine.program, min(drive.rounds, engine.program.rounds))
+    past: tuple[Step, list[Emit], float] | None = None  # a chunk that is over and not learned from
     while True:
         free = [b for b, job in enumerate(rows) if job is None or job.reason]
         entering: list[Job] = []
@@ -131,26 +134,39 @@ def _rounds(engine, one, state, rows, queue, drive, beside) -> Generator[Job, No
         state, refilled = _refill(engine, one, state, free, entering, rows, drive)
         if all(job is None or job.reason for job in rows):
             return state
-        engine.compile_rounds(state, drive.loop)  # here: a thread does not see the caller's settings of jax
-        running = beside.submit(_advance, engine, state, drive)
+        step = pacing.step()
+        engine.compile_rounds(
+            state, drive.loop, step
+        )  # here: a thread does not see the caller's settings of jax
+        if refilled and pacing.timed:  # the chunk's time must not hold theirs
+            jax.block_until_ready(state)
+        running = beside.submit(_advance, engine, state, drive, step, pacing.timed)
         records = read(behind)
         yield from credit(records, rows, clock(engine, one))
-        state, newest = running.result()
-        behind = [*refilled, *newest]
+        if past is not None:
+            pacing.learn(past[0], records[-len(past[1]) :], past[2])
+        state, newest, seconds = running.result()
+        behind, past = [*refilled, *newest], (step, newest, seconds)
         cut = np.array([bool(job and job.reason == STOP_STRING) for job in rows])
         if cut.any():  # a stop string: the device does not know yet
             state = engine.finish(state, cut)
 
 
-def _advance(engine: Engine, state: State, drive: Driving) -> tuple[State, list[Emit]]:
+def _advance(
+    engine: Engine, state: State, drive: Driving, step: Step, timed: bool
+) -> tuple[State, list[Emit], float]:
+    """One chunk and its seconds, which mean something if ``timed``: then it is over when this returns."""
+    began, emits = time.perf_counter(), []
     if drive.loop == "device":
-        state, emit = engine.chunk(state, min(drive.rounds, engine.program.rounds))
-        return state, [emit]
-    emits = []
-    for _ in range(drive.rounds):
-        state, emit = engine.round(state)
+        state, emit = engine.chunk(state, step.rounds, step)
         emits.append(emit)
-    return state, emits
+    else:
+        for _ in range(step.rounds):
+            state, emit = engine.round(state, step)
+            emits.append(emit)
+    if timed:
+        jax.block_until_ready(emits)
+    return state, emits, time.perf_counter() - began
 
 
 def _refill(engine: Engine, one: Engine, state: State, free, entering, rows, drive: Driving):

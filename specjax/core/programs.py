@@ -16,7 +16,8 @@ import numpy as np
 
 from specjax import registry
 from specjax.config import Program
-from specjax.core import round as rnd
+from specjax.core import plain, round as rnd
+from specjax.core.pace import Step
 from specjax.core.platform import compiler_options
 from specjax.kernels import dispatch
 from specjax.types import Emit, State
@@ -78,30 +79,52 @@ class Engine:
         """One prefill chunk of ``width`` positions per row; consumes ``state``."""
         return self.compile_prefill(state, width)(self.weights, state, start)
 
-    def chunk(self, state: State, rounds: int) -> tuple[State, Emit]:
-        """Up to ``rounds`` rounds in one device loop; consumes ``state``."""
-        return self.compile_chunk(state)(self.weights, state, np.int32(rounds))
+    def chunk(self, state: State, rounds: int, step: Step | None = None) -> tuple[State, Emit]:
+        """Up to ``rounds`` rounds in one device loop, as wide as ``step`` says (default: k); consumes ``state``."""
+        step = step or Step(self.program.k, rounds)
+        return self.compile_chunk(state, step)(self.weights, state, np.int32(rounds), *self._cuts(step))
+
+    def _cuts(self, step: Step) -> tuple[np.ndarray, ...]:
+        """Least chances of drafts, where the program takes them: all 0 keeps every draft."""
+        if not (self.program.cuts and step.width):
+            return ()
+        return (np.array(step.cuts or (0.0,) * step.width, np.float32),)
 
     def compile_prefill(self, state: State, width: int) -> Any:
         """The compiled prefill chunk; ``state`` may be shapes only."""
         fn, start = prefill_program(self.program, width)
         return self._get(f"prefill {width}", fn, (1,), self.weights, state, start)
 
-    def compile_chunk(self, state: State) -> Any:
+    def compile_chunk(self, state: State, step: Step | None = None) -> Any:
         """The compiled loop of rounds; ``state`` may be shapes only."""
-        fn, rounds = chunk_program(self.program)
-        return self._get("decode", fn, (1,), self.weights, state, rounds)
+        width = self.program.k if step is None else step.width
+        name = f"decode {width}"
+        if self.program.auto and not width:
+            step = step or Step(0, self.program.rounds)
+            name, fn = (
+                f"decode {width} by {step.room}",
+                functools.partial(_plain_chunk, self.program, step.room),
+            )
+            return self._get(name, fn, (1,), self.weights, state, ROUND_COUNT)
+        fn, rounds = chunk_program(self.program, width)
+        return self._get(name, fn, (1,), self.weights, state, rounds, *self._cut_shapes(width))
 
-    def compile_rounds(self, state: State, loop: str) -> Any:
+    def _cut_shapes(self, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct((width,), jnp.float32),) if self.program.cuts and width else ()
+
+    def compile_rounds(self, state: State, loop: str, step: Step | None = None) -> Any:
         """What :meth:`chunk` (``loop`` "device") or :meth:`round` ("host") runs, compiled."""
-        return self.compile_chunk(state) if loop == "device" else self._compile_round(state)
+        return (self.compile_chunk if loop == "device" else self._compile_round)(state, step)
 
-    def round(self, state: State) -> tuple[State, Emit]:
+    def round(self, state: State, step: Step | None = None) -> tuple[State, Emit]:
         """One round (the host loop's step); consumes ``state``."""
-        return self._compile_round(state)(self.weights, state)
+        cuts = () if step is None else self._cuts(step)
+        return self._compile_round(state, step)(self.weights, state, *cuts)
 
-    def _compile_round(self, state: State) -> Any:
-        return self._get("round", functools.partial(_single, self.program), (1,), self.weights, state)
+    def _compile_round(self, state: State, step: Step | None = None) -> Any:
+        width = self.program.k if step is None else step.width
+        single = functools.partial(_single, self.program, width)
+        return self._get(f"round {width}", single, (1,), self.weights, state, *self._cut_shapes(width))
 
     def finish(self, state: State, rows) -> State:
         """Mark rows as done; consumes ``state``."""
@@ -150,9 +173,13 @@ def prefill_program(program: Program, width: int) -> tuple[Callable, jax.ShapeDt
     return functools.partial(_prefill, program, width), jax.ShapeDtypeStruct((program.rows,), jnp.int32)
 
 
-def chunk_program(program: Program) -> tuple[Callable, jax.ShapeDtypeStruct]:
-    """The loop of rounds as a function of weights, state (given up) and their number; the shape of the last."""
-    return functools.partial(_chunk, program), jax.ShapeDtypeStruct((), jnp.int32)
+ROUND_COUNT = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def chunk_program(program: Program, width: int | None = None) -> tuple[Callable, jax.ShapeDtypeStruct]:
+    """The loop of rounds of a width (default: the widest) as a function of weights, state (given up) and their
+    number; the shape of the last. Where drafts can be cut (``program.cuts``), their least chances may follow."""
+    return functools.partial(_chunk, program, program.k if width is None else width), ROUND_COUNT
 
 
 def _prefill(program: Program, width: int, weights, state: State, start):
@@ -164,27 +191,52 @@ def _prefill(program: Program, width: int, weights, state: State, start):
     return state, _record(emit, 0, state, None, verdict, jnp.int32(0), program.logprobs)
 
 
-def _round(program: Program, weights, state: State, emit: Emit, index):
+def _round(program: Program, weights, state: State, emit: Emit, index, k: int | None = None, cuts=()):
+    # where widths follow the clock, drafts that are tested by equality are the drafter's best: a draw helps none
+    drawn = not (program.auto and program.rule == "match")
     with dispatch.asking(program.kernels):
-        proposal, state = rnd.draft(program.pair, weights, state, program.k)
+        proposal, state = rnd.draft(program.pair, weights, state, program.k if k is None else k, drawn)
+        for least in cuts:
+            proposal = rnd.cut(proposal, least)
         state, verdict, width = rnd.verify(
             program.pair, weights, state, proposal, program.rule, program.logprobs, program.widths
         )
     return state, _record(emit, index, state, proposal, verdict, width, program.logprobs)
 
 
-def _single(program: Program, weights, state: State):
-    return _round(program, weights, state, _empty_emit(program, 1), 0)
+def _single(program: Program, k: int, weights, state: State, *cuts):
+    return _round(program, weights, state, _empty_emit(program, 1), 0, k, cuts)
 
 
-def _chunk(program: Program, weights, state: State, rounds):
+def _plain_chunk(program: Program, room: int, weights, state: State, rounds):
+    """At most ``room`` rounds without drafts; the drafter takes in their positions when they are over."""
+    length, pair = state.length, program.pair
+
+    def unfinished(carry):
+        i, state, _, _ = carry
+        return (i < rounds) & ~jnp.all(state.done)
+
+    def body(carry):
+        i, state, emit, seen = carry
+        state, verdict, seen = plain.step(pair, weights, state, i, seen, program.rule, program.logprobs)
+        emit = _record(emit, i, state, None, verdict, jnp.int32(1), program.logprobs)
+        return i + 1, state, emit, seen
+
+    with dispatch.asking(program.kernels):
+        seen = plain.room(pair, weights, state, room)
+        start = (jnp.int32(0), state, _empty_emit(program, program.rounds), seen)
+        state, emit, seen = jax.lax.while_loop(unfinished, body, start)[1:]
+        return plain.catch_up(pair, weights, state, length, seen, room), emit
+
+
+def _chunk(program: Program, k: int, weights, state: State, rounds, *cuts):
     def unfinished(carry):
         i, state, _ = carry
         return (i < rounds) & ~jnp.all(state.done)
 
     def body(carry):
         i, state, emit = carry
-        state, emit = _round(program, weights, state, emit, i)
+        state, emit = _round(program, weights, state, emit, i, k, cuts)
         return i + 1, state, emit
 
     start = (jnp.int32(0), state, _empty_emit(program, program.rounds))

@@ -19,11 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from specjax import registry
 from specjax.core import sampling as smp
-from specjax.core.accept import accept
+from specjax.core.accept import Best, accept
 from specjax.types import (
     LENGTH,
     RUNNING,
@@ -43,8 +43,11 @@ Weights = tuple[Any, Any]  # (target weights, drafter weights or None)
 
 
 @jax.named_scope("draft")
-def draft(pair: Pair, weights: Weights, state: State, k: int) -> tuple[Proposal, State]:
-    """Ask the drafter for up to ``k`` tokens per row; without a drafter the proposal is empty."""
+def draft(pair: Pair, weights: Weights, state: State, k: int, drawn: bool = True) -> tuple[Proposal, State]:
+    """Ask the drafter for up to ``k`` tokens per row; without a drafter the proposal is empty.
+
+    ``drawn`` False: its best tokens, whatever the temperature.
+    """
     rows = state.length.shape[0]
     if pair.drafter is None or k == 0:
         none = jnp.zeros((rows, 0), jnp.int32)
@@ -65,7 +68,7 @@ def draft(pair: Pair, weights: Weights, state: State, k: int) -> tuple[Proposal,
         k,
         state.drafter,
         ctx,
-        None if state.sampling.greedy else _draft_keys(state),
+        None if state.sampling.greedy or not drawn else _draft_keys(state),
     )
     return proposal, dataclasses.replace(state, drafter=dstate)
 
@@ -74,6 +77,18 @@ def _draft_keys(state: State) -> Array:
     """One key per row for this round's draft noise, apart from the noise that verifies."""
     keys = smp.round_keys(smp.row_keys(state.key_data), state.length)
     return smp.position_keys(keys, smp.DRAFT, state.length[:, None])[:, 0]
+
+
+def cut(proposal: Proposal, least: Float[Array, " K"]) -> Proposal:
+    """The proposal up to the first draft of which the chance that it and all before it are kept is below ``least``.
+
+    A draft's confidence is made from the drafts before it, so the cut says nothing about the draft itself.
+    """
+    if proposal.confidence is None:
+        return proposal
+    worth = jnp.cumprod(proposal.confidence, 1) >= least
+    count = jnp.sum(jnp.cumprod(worth.astype(jnp.int32), 1), 1, dtype=jnp.int32)
+    return dataclasses.replace(proposal, count=jnp.minimum(proposal.count, count))
 
 
 def verify(
@@ -164,7 +179,14 @@ def judge(
 ) -> Verdict:
     """How many drafts are kept, and the target's own token behind them."""
     unembed = functools.partial(registry.target(pair.family).unembed, weights[0], pair.target_cfg)
-    return accept(hidden, unembed, proposal, count, ~state.done, state, rule, logprobs)
+    best = streamed(pair, weights)
+    return accept(hidden, unembed, proposal, count, ~state.done, state, rule, logprobs, best=best)
+
+
+def streamed(pair: Pair, weights: Weights) -> Best | None:
+    """The target's best tokens without its logits, if its family knows how."""
+    best = getattr(registry.target(pair.family), "best", None)
+    return None if best is None else functools.partial(best, weights[0], pair.target_cfg)
 
 
 @jax.named_scope("commit")
@@ -209,12 +231,14 @@ def needs(pair: Pair) -> TapSpec:
 
 
 @jax.named_scope("inject")
-def inject(pair: Pair, weights, state: State, tokens, next_tokens, pos, keep, out, mode: Mode) -> State:
+def inject(
+    pair: Pair, weights, state: State, tokens, next_tokens, pos, keep, out, mode: Mode, before=None
+) -> State:
     """Hand the target's features ``out`` of a block to the drafter."""
     if pair.drafter is None:
         return state
     hidden = out.hidden if needs(pair).hidden else None
-    block = AbsorbIn(tokens, next_tokens, pos, keep, hidden, out.taps, mode)
+    block = AbsorbIn(tokens, next_tokens, pos, keep, hidden, out.taps, mode, before)
     shared = registry.target(pair.family).shared(weights[0], pair.target_cfg)
     dstate = registry.drafter(pair.drafter).absorb(weights[1], shared, pair.drafter_cfg, state.drafter, block)
     return dataclasses.replace(state, drafter=dstate)
@@ -245,7 +269,8 @@ def prefill(
     hidden = jnp.take_along_axis(out.hidden, jnp.maximum(valid - 1, 0)[:, None, None], 1)
     empty = Proposal(block[:, :0], jnp.zeros_like(valid))
     unembed = functools.partial(target.unembed, weights[0], cfg)
-    verdict = accept(hidden, unembed, empty, empty.count, ends, state, rule, logprobs)
+    best = streamed(pair, weights)
+    verdict = accept(hidden, unembed, empty, empty.count, ends, state, rule, logprobs, best=best)
     state = commit(dataclasses.replace(state, target=out.cache), verdict)
     # both from the state after: a drafter that reads tokens alone waits for the target, else XLA runs the two side by
     # side and needs their temporaries at once

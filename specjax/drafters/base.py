@@ -5,9 +5,11 @@ the target decides. Found through :mod:`specjax.registry`, or passed to ``load``
 
 Optional functions: ``default`` (see below); ``max_k(cfg)``, the most drafts a round can have, for drafters with
 a limit; ``from_json(data, target_cfg)`` when the config cannot be rebuilt field by field; ``checked(cfg, target_cfg)``,
-which gives a config back that fits the target and refuses another; ``adapted(cfg, settings, eos_ids)``, a user's
-settings as fields of a config, where they are not called alike. ``INSIDE = True`` says that the weights are part of
-the target's own files, so that the method's name is enough to ask for it.
+which gives a config back that fits the target and refuses another; ``confident(cfg)``, whether proposals carry a
+confidence: per draft the chance that it is kept if those before it are, made without looking at the draft itself;
+``adapted(cfg, settings, eos_ids)``, a user's settings as fields of a config, where they are not called alike.
+``INSIDE = True`` says that the weights are part of the target's own files, so that the method's name is enough to ask
+for it.
 """
 
 from collections.abc import Mapping

@@ -175,6 +175,7 @@ def absorb(p: Any, shared: Shared, cfg: Config, dstate: Ahead, block: AbsorbIn) 
     """The cache with a block of the prompt in it. In rounds, with a block in it that this drafter did not draft."""
     del shared
     if block.mode == "extend":
+        block = block if block.before is None else _with_before(block)
         return dataclasses.replace(dstate, cache=_feed(p, cfg, block, block.keep, dstate.cache))
     keep = jnp.where(_strange(dstate, block), block.keep, 0)
 
@@ -185,6 +186,19 @@ def absorb(p: Any, shared: Shared, cfg: Config, dstate: Ahead, block: AbsorbIn) 
     some = jnp.any(keep > 0)
     cache = jax.lax.while_loop(lambda carry: carry[0], once, (some, dstate.cache))[1]
     return dataclasses.replace(dstate, cache=cache)
+
+
+def _with_before(block: AbsorbIn) -> AbsorbIn:
+    """The block and the position before it: a draft that was accepted as the last of its round was never fed."""
+    at = block.pos[:, :1]
+    return dataclasses.replace(
+        block,
+        tokens=jnp.concatenate(
+            [jnp.where(at > 0, block.before[:, None], block.tokens[:, :1]), block.tokens], 1
+        ),
+        pos=jnp.concatenate([at - 1, block.pos], 1),
+        keep=jnp.where(block.keep > 0, block.keep + 1, 0),
+    )
 
 
 def _strange(dstate: Ahead, block: AbsorbIn) -> Bool[Array, " B"]:

@@ -42,8 +42,8 @@ from specjax.drafters.vocab import check_vocab
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared
 
 __all__ = [
-    "NEEDS", "Config", "Weights", "absorb", "abstract", "checked", "config", "draft", "init_state", "max_k",
-    "min_resume", "tiny", "varies",
+    "NEEDS", "Config", "Weights", "absorb", "abstract", "checked", "confident", "config", "draft", "init_state",
+    "max_k", "min_resume", "tiny", "varies",
 ]  # fmt: skip
 
 
@@ -117,6 +117,11 @@ def tiny(target_cfg: Any) -> Config:
 def varies(cfg: Config) -> bool:
     """Only with a threshold."""
     return cfg.confidence_threshold > 0
+
+
+def confident(cfg: Config) -> bool:
+    """With the head."""
+    return cfg.confidence
 
 
 def abstract(cfg: Config) -> Weights:
