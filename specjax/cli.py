@@ -223,7 +223,7 @@ def _generate_whole(params: Any, text: str, options: dict[str, Any], as_json: bo
         typer.echo(json.dumps({name: opt.printable(getattr(out, name)) for name in fields}))
     else:
         typer.echo("\n---\n".join(_flatten(out.text)))
-        _note(out.stats)
+        _note(out.stats, options.get("verbose"))
     if "interrupted" in _flatten(out.finish_reason):
         raise typer.Exit(INTERRUPTED)
 
@@ -237,7 +237,7 @@ def _print_stream(pieces: Iterator[Any], verbose: bool | None) -> None:
             stats = piece.stats
     finally:
         typer.echo()
-    _note(stats)
+    _note(stats, verbose)
 
 
 def _announced(pieces: Iterator[Any], verbose: bool | None) -> Iterator[Any]:
@@ -256,9 +256,14 @@ def _announced(pieces: Iterator[Any], verbose: bool | None) -> Iterator[Any]:
     yield from pieces
 
 
-def _note(stats: Any) -> None:
-    """One line of statistics, for people only."""
+def _note(stats: Any, verbose: bool | None) -> None:
+    """One line of statistics, or a table with ``--verbose``, for people only."""
     if stats is None or isinstance(stats, list) or not sys.stderr.isatty():
+        return
+    if verbose:
+        from rich.console import Console
+
+        Console(stderr=True, highlight=False).print(stats)
         return
     text = f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s"
     if stats.proposed:

@@ -74,13 +74,10 @@ def _timer(program: Program, width: int, weights: rnd.Weights, part: str, carry:
 @functools.lru_cache(maxsize=64)
 def _compiled(part: str, program: Program, width: int) -> Callable:
     """The function of a part; compiled for its shapes on the first call and kept."""
-    if part == "draft once":
-        run = functools.partial(_draft_once, program)
-    elif part == "look once":
-        run = functools.partial(_look_once, program)
-    else:
-        run = functools.partial(_turns, functools.partial(_STEPS[part], program))
-    return _ahead(program, jax.jit(run))
+    if part in _ONCE:
+        return _ahead(program, jax.jit(functools.partial(_ONCE[part], program)))
+    step: Callable = _STEPS[part]
+    return _ahead(program, jax.jit(functools.partial(_turns, functools.partial(step, program))))
 
 
 def _ahead(program: Program, jitted: Any) -> Callable:
@@ -151,7 +148,14 @@ def _inject(program: Program, weights, state: State, proposal: Proposal, verdict
     return _moved(_next(state, drafter=after.drafter), _zero(first))
 
 
-_STEPS = {"draft": _draft, "verify": _verify, "accept": _accept, "commit": _commit, "inject": _inject}
+_ONCE: dict[str, Callable] = {"draft once": _draft_once, "look once": _look_once}
+_STEPS: dict[str, Callable] = {
+    "draft": _draft,
+    "verify": _verify,
+    "accept": _accept,
+    "commit": _commit,
+    "inject": _inject,
+}
 
 
 def _next(state: State, **changes: Any) -> State:

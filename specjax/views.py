@@ -116,8 +116,8 @@ def report_html(report: "Report") -> html.Html:
 
 
 def _row(row: Any) -> tuple[str, str, str, str]:
-    tokens = ("" if x is None else str(x) for x in (row.plain_token, row.speculative_token))
-    return (f"token {row.position}", *tokens, "one ends here" if row.gap is None else f"{row.gap:.2g}")
+    plain, spec = ("" if x is None else str(x) for x in (row.plain_token, row.speculative_token))
+    return f"token {row.position}", plain, spec, "one ends here" if row.gap is None else f"{row.gap:.2g}"
 
 
 # -- terminals
@@ -220,8 +220,8 @@ def _display() -> Any:
         from IPython.display import display
     except ImportError:
         return None
-    shell = get_ipython()  # type: ignore[no-untyped-call]
+    shell = get_ipython()
     if shell is None or not hasattr(shell, "kernel"):
         return None
-    handle = display(html.Html(""), display_id=True)  # type: ignore[no-untyped-call]
+    handle = display(html.Html(""), display_id=True)
     return handle.update

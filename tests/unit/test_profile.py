@@ -103,7 +103,7 @@ def test_refused(options, message):
 
 @pytest.mark.long
 def test_profile(tmp_path):
-    """PRF.4, PRF.7: every part is there and takes time, the trace names them all, and decoding is none the wiser:
+    """PRF.2, PRF.4, PRF.7: every part is there and takes time, the trace names them all, and decoding is none the wiser:
     the same ids, and not one program more."""
     params, prompt = told(), PROMPTS[0]
     before = specjax.decode(params, prompt, **OPTIONS)
