@@ -22,7 +22,6 @@ from specjax.calls import plan
 from specjax.config import Program
 from specjax.core import round as rnd
 from specjax.core.loop import Job, host_state, prefill_rows
-from specjax.core.platform import compiler_options
 from specjax.core.programs import Engine
 from specjax.identity import without_drafter
 from specjax.kernels import dispatch
@@ -80,7 +79,7 @@ def rounds(params: Params, options: Mapping[str, Any], batch: Sequence[Any], cal
     engine = call.engines()[0]
     found: list[Sample] = []
     state = prefill_rows(
-        engine, host_state(call.program, _rows(call.program, call.jobs)), call.drive.prefill_chunk
+        engine, host_state(call.program, padded(call.program, call.jobs)), call.drive.prefill_chunk
     )[0]
     engine.compile_rounds(state, "device")
     jax.block_until_ready(state)
@@ -98,7 +97,8 @@ def _widths(emit: Emit) -> list[int]:
     return [w - 1 for w in np.asarray(emit.width).tolist() if w > 0]
 
 
-def _rows(program: Program, jobs: Sequence[Job]) -> list[Job | None]:
+def padded(program: Program, jobs: Sequence[Job]) -> list[Job | None]:
+    """Jobs in the rows of a program; rows without one hold None."""
     rows: list[Job | None] = list(jobs[: program.rows])
     return rows + [None] * (program.rows - len(rows))
 
@@ -146,38 +146,35 @@ def verifying(params: Params, program: Program, jobs: Sequence[Job], width: int)
 
     ``program`` and ``jobs``: of a planned call, whose rows, buffer and sampling options count, not its drafter.
     """
-    alone = dataclasses.replace(
-        program, pair=without_drafter(params).meta.pair, k=max(width, ROOM), rule="match", logprobs=False
-    )
-    weights = (params.target, None)
-    state = Engine(alone, weights).init(_halfway(alone, jobs))
-    return Loop(functools.partial(_compiled("verify"), alone, width, weights), state)
+    pair = without_drafter(params).meta.pair
+    alone = dataclasses.replace(program, pair=pair, k=max(width, ROOM), rule="match", logprobs=False)
+    return _loop(f"verify {width} alone", _verify, Engine(alone, (params.target, None)), width, jobs)
 
 
 def drafting(params: Params, program: Program, jobs: Sequence[Job]) -> Loop:
     """The drafter's pass for the program's ``k`` drafts; D(k)."""
-    weights = (params.target, params.drafter)
-    state = Engine(program, weights).init(_halfway(program, jobs))
-    return Loop(functools.partial(_compiled("draft"), program, program.k, weights), state)
+    engine = Engine(program, (params.target, params.drafter))
+    return _loop("draft alone", _draft, engine, program.k, jobs)
+
+
+def _loop(name: str, turn: Callable[..., State], engine: Engine, k: int, jobs: Sequence[Job]) -> Loop:
+    """A loop of turns, compiled; kept with the engine's programs."""
+    state = engine.init(_halfway(engine.program, jobs))
+    turns = functools.partial(_turns, turn, engine.program, k)
+    compiled = engine._get(name, turns, (1,), engine.weights, state, jnp.int32(1))
+    return Loop(functools.partial(compiled, engine.weights), state)
+
+
+def _turns(turn: Callable[..., State], program: Program, k: int, weights, state: State, n) -> State:
+    with dispatch.asking(program.kernels):
+        return jax.lax.fori_loop(0, n, lambda i, s: turn(program.pair, k, weights, s, i), state)
 
 
 def _halfway(program: Program, jobs: Sequence[Job]) -> State:
     """Rows in the middle of their answers, with room for any number of turns."""
-    host = host_state(program, _rows(program, jobs))
+    host = host_state(program, padded(program, jobs))
     middle = np.minimum((host.length + host.limit) // 2, program.tokens - 1).astype(np.int32)
     return dataclasses.replace(host, length=middle, limit=np.full_like(host.limit, 2**30))
-
-
-@functools.cache
-def _compiled(part: str) -> Callable[..., State]:
-    turn = {"verify": _verify, "draft": _draft}[part]
-
-    def turns(program: Program, k: int, weights, state: State, n) -> State:
-        with dispatch.asking(program.kernels):
-            return jax.lax.fori_loop(0, n, lambda i, s: turn(program.pair, k, weights, s, i), state)
-
-    options = compiler_options() or None
-    return jax.jit(turns, static_argnums=(0, 1), donate_argnums=(3,), compiler_options=options)
 
 
 def _verify(pair: Pair, k: int, weights, state: State, i) -> State:

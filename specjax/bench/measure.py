@@ -6,32 +6,28 @@ one after the other, the first one in turn; then rounds alone (:mod:`specjax.ben
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import jax
 
 from specjax import calls, identity, metrics
 from specjax.bench import alone, rows
-from specjax.bench.facts import facts, peak_bytes
+from specjax.bench.about import identity_of, memory_of, notes_of, rule_of
+from specjax.bench.facts import facts
 from specjax.bench.rows import Row, Spread, Timed, quartiles
 from specjax.bench.setting import Batches, Setting, batches
 from specjax.calls import Call
 from specjax.config import positive
-from specjax.core import round as rnd
-from specjax.core.loop import host_state
-from specjax.core.programs import fill_caches
 from specjax.metrics import Stats
 from specjax.progress import line
 from specjax.results import Completion
-from specjax.types import Params, tree_bytes
+from specjax.types import Params
 
 #: Tokens per prompt of the warm-up.
 WARM = 32
 #: Batches whose rounds are timed alone: where every round does the same work, and where the text decides how much.
 ALONE, ALONE_MIXED = 4, 8
-#: Differing prompts whose logit gap is looked at.
-LOOKED_AT = 8
+#: Batches that are decoded plainly again, at least (all of them, where there are fewer).
+SAMPLED = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +67,7 @@ def measure(
     parts: bool = True,
     plain: Plain | None = None,
     plain_every: int = 1,
+    compile_seconds: float = 0.0,
     method: str | None = None,
     drafter: str | None = None,
     dataset: str = "prompts",
@@ -89,8 +86,9 @@ def measure(
         repeats: times that every batch is decoded by both sides.
         parts: time verification and drafting alone, which compiles a program for each.
         plain: answers of an earlier call of :func:`plain_answers` on the same prompts and setting.
-            ``plain_every``: of those, only every so many batches are decoded again, to tell how much the machine has
-            changed since.
+            ``plain_every``: of those, only every so many batches (but at least four) are decoded again, to tell how
+            much the machine has changed since.
+        compile_seconds: what was spent before this call on compiling for it.
         method, drafter, dataset: what the row says of them.
 
     Raises ValueError for params without a drafter, too few prompts, answers of another setting, or what ``decode``
@@ -120,18 +118,23 @@ def measure(
             drafter=drafter or meta.drafter,
             dataset=dataset,
             k=width,
-            rule=_rule(call),
+            rule=rule_of(call),
             repeats=repeats,
             costs=costs,
             seconds=0.0,
             facts=facts(),
             **_asked(made, call),
             **run.figures(),
-            **_identity(params, run.plain.answers, run.answers, made.setting, _rule(call)),
-            **_memory(params, call),
+            **identity_of(params, run.plain.answers, run.answers, made.setting, rule_of(call)),
+            **memory_of(params, call),
         )
-    notes = tuple(_notes(row, made))
-    return dataclasses.replace(row, seconds=time.perf_counter() - began, notes=notes)
+    notes = tuple(notes_of(row, made))
+    return dataclasses.replace(
+        row,
+        compile_seconds=row.compile_seconds + compile_seconds,
+        seconds=time.perf_counter() - began,
+        notes=notes,
+    )
 
 
 def plain_answers(params: Params, prompts: Any, setting: Setting, verbose: bool | None = None) -> Plain:
@@ -158,7 +161,8 @@ class _Run:
         self.params, self.target, self.made, self.more = params, identity.without_drafter(params), made, more
         if plain is not None and (plain.checksum, plain.setting) != (made.checksum, made.setting):
             raise ValueError("the plain answers are of other prompts or another setting: make them anew")
-        self.say, self.every = say, every if plain is not None else 1
+        self.say = say
+        self.every = 1 if plain is None else max(min(every, len(made.ids) // SAMPLED), 1)
         self.compiled = (_warm(self.target, made, {}), _warm(params, made, more))
         self._plain = plain
         self.answers: list[list[Completion]] = []
@@ -253,7 +257,7 @@ class _Run:
 def _warm(params: Params, made: Batches, more: Mapping[str, Any]) -> float:
     """Compile everything that the batches need and run it once; seconds spent compiling."""
     budget = min(WARM, made.setting.max_new_tokens)
-    found = [made.answer(params, i, max_new_tokens=budget, **more) for i in made.warming()]
+    found = [made.answer(params, i, max_new_tokens=budget, **more) for i in made.widths.values()]
     return sum(answers[0].stats.compile_seconds for answers in found)
 
 
@@ -267,73 +271,3 @@ def _asked(made: Batches, call: Call) -> dict[str, Any]:
         "dtype": call.program.dtype,
         "max_len": made.max_len,
     }
-
-
-def _rule(call: Call) -> str:
-    """The acceptance rule of a call's rounds."""
-    if call.program.rule is not None:
-        return call.program.rule
-    program, weights = call.program, (call.params.target, call.params.drafter)
-    host = host_state(program, [*call.jobs, *[None] * (program.rows - len(call.jobs))])
-    ask = lambda w, h: rnd.draft(program.pair, w, fill_caches(program, h), program.k)[0]  # noqa: E731
-    return rnd.natural_rule(jax.eval_shape(ask, weights, host))
-
-
-def _identity(
-    params: Params,
-    plain: Sequence[Sequence[Completion]],
-    drafted: Sequence[Sequence[Completion]],
-    setting: Setting,
-    rule: str,
-) -> dict[str, Any]:
-    """Are the answers plain decoding's? Under the rejection rules samples differ, and only greedy ones are compared."""
-    pairs = [pair for a, b in zip(plain, drafted, strict=True) for pair in zip(a, b, strict=True)]
-    same = sum(a.tokens == b.tokens for a, b in pairs)
-    if setting.temperature > 0 and rule != "match":
-        return {"checked": "law", "identical": same, "near_ties": 0, "largest_gap": 0.0, "unexplained": 0}
-    differing = [(i, a, b) for i, (a, b) in enumerate(pairs) if a.tokens != b.tokens]
-    gaps = [identity.compare(params, i, a, b).gap for i, a, b in differing[:LOOKED_AT]]
-    known = [gap for gap in gaps if gap is not None]
-    return {
-        "checked": "match" if setting.temperature > 0 else "greedy",
-        "identical": same,
-        "near_ties": sum(gap <= identity.NEAR_TIE for gap in known),
-        "largest_gap": max(known, default=0.0),
-        "unexplained": len(differing) - len(known),
-    }
-
-
-def _memory(params: Params, call: Call) -> dict[str, Any]:
-    program = call.program
-    host = host_state(program, [*call.jobs, *[None] * (program.rows - len(call.jobs))])
-    return {
-        "target_bytes": tree_bytes(params.target),
-        "drafter_bytes": tree_bytes(params.drafter),
-        "state_bytes": tree_bytes(jax.eval_shape(lambda: fill_caches(program, host))),
-        "peak_bytes": peak_bytes(),
-    }
-
-
-def _notes(row: Row, made: Batches) -> list[str]:
-    """What somebody who quotes the row has to know."""
-    notes = []
-    if row.ignore_eos:
-        notes.append("end-of-text was ignored: part of the text is none that the model would have written")
-    if made.given_ids:
-        notes.append("prompts were token ids: if they are random, acceptance says nothing")
-    if made.left_out:
-        notes.append(f"{made.left_out} prompt(s) behind the last whole batch were left out")
-    if not row.stats.proposed:
-        notes.append("the drafter proposed nothing")
-    if row.checked == "law":
-        notes.append(
-            f"rule {row.rule!r} keeps the distribution, not the ids: identity is checked at temperature 0"
-        )
-    if row.unexplained:
-        notes.append(f"{row.unexplained} differing prompt(s) without a logit gap that was looked at")
-    if row.costs is not None and row.gap is not None and abs(row.gap) > 0.1:
-        notes.append(
-            f"tau / R and the measured speed-up differ by {row.gap:+.0%}; a round took {row.call_ms:.2f} ms in decoding"
-            f" and {row.costs.round_ms:.2f} alone, a plain one {row.plain_call_ms:.2f} and {row.costs.plain_ms:.2f}"
-        )
-    return notes

@@ -91,10 +91,13 @@ class Batches:
             **s.sampling,
         } | {key: value for key, value in more.items() if value is not None}
 
-    def warming(self) -> list[int]:
-        """A batch for every width of prefill passes."""
-        widths = [prefill_bucket(max(map(len, batch)), self.prefill_chunk) for batch in self.ids]
-        return [widths.index(width) for width in dict.fromkeys(widths)]
+    @property
+    def widths(self) -> dict[int, int]:
+        """Widths of prefill passes, and a batch that has each."""
+        found: dict[int, int] = {}
+        for i, batch in enumerate(self.ids):
+            found.setdefault(prefill_bucket(max(map(len, batch)), self.prefill_chunk), i)
+        return found
 
     def answer(self, params: Params, batch: int, **more: Any) -> list[Completion]:
         """Decode a batch. KeyboardInterrupt where decoding would give half an answer."""

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from specjax import calls
-from specjax.bench import measure as measuring
+from specjax.bench import ahead, measure as measuring
+from specjax.bench.ahead import compile_ahead
 from specjax.bench.contenders import Contender, check_platform, contenders, digest, target_of
 from specjax.bench.data import Dataset, dataset as _dataset
 from specjax.bench.facts import facts
 from specjax.bench.measure import Plain
 from specjax.bench.rows import Row, Timed
 from specjax.bench.run import values
-from specjax.bench.setting import Setting, batches
+from specjax.bench.setting import PREFILL, Setting, batches
 from specjax.bench.store import Store
 from specjax.bench.table import Table
-from specjax.config import positive, token_bucket
+from specjax.config import positive, prefill_bucket, token_bucket
 from specjax.core.platform import enable_compilation_cache
 from specjax.metrics import Stats
 from specjax.progress import line
@@ -142,18 +143,21 @@ class Sweep:
     done: Callable[[Table, Row], None] | None
     measure: Callable[..., Row] = measuring.measure
     plain_answers: Callable[..., Plain] = measuring.plain_answers
+    threads: Callable[[], int] = ahead.threads
 
     def __post_init__(self) -> None:
         self.began, self.longest = time.perf_counter(), 0.0
         self._plain: dict[str, Plain] = {}
         self._loaded: tuple[str, Params] | None = None
+        self._compiled: dict[tuple[Any, ...], float] = {}  # seconds, by method, k, batch, temperature
         template = {name: self.options.get(name) for name in ("chat_template", "chat_template_kwargs")}
-        longest = max(
+        lengths = [
             len(ids)
             for one in self.sets
             for ids in encode(self.params.meta, list(one.prompts), **template).ids
-        )
-        self.room = token_bucket(self.max_len or longest + self.max_new_tokens)
+        ]
+        self.room = token_bucket(self.max_len or max(lengths) + self.max_new_tokens)
+        self.chunk = max(prefill_bucket(min(lengths), PREFILL[1]), PREFILL[0])
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -185,23 +189,40 @@ class Sweep:
                 return False
             say(f"row {number} of {len(tasks)}: {task.key}")
             began = time.perf_counter()
+            self._ahead(task, tasks[number - 1 :])
             self._row(task)
             self.longest = max(self.longest, time.perf_counter() - began)
         return True
 
+    def _ahead(self, task: Task, tasks: Sequence[Task]) -> None:
+        """Compile for every k that this method still has to do at this batch size, side by side; with few processors
+        programs are compiled when they are needed."""
+        at_once, mine = self.threads(), (task.method, task.batch, task.temperature)
+        if at_once < 2 or (*mine, task.k) in self._compiled or task.k == "auto":
+            return
+        params = self._drafter(task.method)
+        left = [
+            t
+            for t in tasks
+            if (t.method, t.batch, t.temperature) == mine and t.key not in self.store.rows.found
+        ]
+        ks = {t.k: self._k(t) for t in left if t.k != "auto"}
+        numbers = [int(k) for k in dict.fromkeys(ks.values()) if _impossible(params, k) is None]
+        made = batches(params, self._prompts(task), Setting(**self._setting(task)))
+        seconds = compile_ahead(params, made, numbers, self.options.get("rule"), self.parts, at_once)
+        self._compiled |= {(*mine, name): seconds.get(int(k), 0.0) for name, k in ks.items()}
+
     def _row(self, task: Task) -> None:
         """Measure one row and keep it."""
         params, k = self._drafter(task.method), self._k(task)
-        try:
-            if k != "auto":
-                calls.width(params.meta, int(k))
-        except ValueError as error:  # the drafter has a limit
-            self.store.rows.add(task.key, {"skipped": str(error)})
+        if why := _impossible(params, k):
+            self.store.rows.add(task.key, {"skipped": why})
             return
         contender = next(one for one in self.contenders if one.name == task.method)
         setting = self._setting(task)
         row = self.measure(
             params, self._prompts(task), k, **setting, repeats=task.repeats, parts=self.parts,
+            compile_seconds=self._spent(task),
             plain=self._answers(task, setting), plain_every=self.plain_every, method=task.method,
             drafter=contender.drafter, dataset=task.dataset, **self._more(),
         )  # fmt: skip
@@ -210,6 +231,14 @@ class Sweep:
         table.write(self.out, plots=False)
         if self.done is not None:
             self.done(table, row)
+
+    def _spent(self, task: Task) -> float:
+        """Seconds that compiling ahead took for a row: told by the first row that needs the programs."""
+        key = (task.method, task.batch, task.temperature, task.k)
+        seconds = self._compiled.get(key, 0.0)
+        if key in self._compiled:
+            self._compiled[key] = 0.0
+        return seconds
 
     def _more(self) -> dict[str, Any]:
         return {name: value for name, value in self.options.items() if name not in _SETTING}
@@ -221,6 +250,7 @@ class Sweep:
             "temperature": task.temperature,
             "max_new_tokens": self.max_new_tokens,
             "max_len": self.room,
+            "prefill_chunk": self.chunk,
         } | shared
 
     def _prompts(self, task: Task) -> list[Any]:
@@ -278,6 +308,15 @@ class Sweep:
         if finished:
             table.write(self.out, self.plots)
         return table
+
+
+def _impossible(params: Params, k: int | str) -> str | None:
+    """Why a drafter cannot draft so many: it has a limit."""
+    try:
+        calls.width(params.meta, k)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 _SETTING = (

@@ -13,9 +13,10 @@ from benched import row
 from told import told
 
 from specjax.bench import data, measure as measuring, rows
+from specjax.bench.ahead import compile_ahead
 from specjax.bench.cli import _datasets
 from specjax.bench.rows import Row, Spread, Timed
-from specjax.bench.setting import Setting
+from specjax.bench.setting import Setting, batches
 from specjax.bench.table import Table
 from specjax.core import programs
 
@@ -169,7 +170,13 @@ def test_a_row_for_real():
     asked = {"max_new_tokens": 12, "repeats": 2, "batch": 2, "verbose": False}
     params = told("ALWAYS_RIGHT")
     prompts = [[3], [9, 8, 7, 6, 5, 4, 3, 2, 1], [1, 2, 3]]
-    right = measuring.measure(params, prompts, 3, **asked, max_len=64, prefill_chunk=16)
+    shapes = {"max_len": 64, "prefill_chunk": 16}
+    made = batches(params, prompts, Setting(batch=2, max_new_tokens=12, **shapes))
+    seconds = compile_ahead(params, made, [3], None, True, 2)
+    before = programs.compile_count()
+    assert seconds[3] > 0
+    right = measuring.measure(params, prompts, 3, **asked, **shapes)
+    assert programs.compile_count() == before + 3  # plain decoding's alone: state, prefill, rounds
     assert (right.prompts, right.identical, right.checked, right.rule) == (2, 2, "greedy", "match")
     assert right.tau == pytest.approx(11 / 3)  # 4 + 4 + 3 of each prompt's 11 tokens
     assert any("left out" in note for note in right.notes)
@@ -178,11 +185,10 @@ def test_a_row_for_real():
     assert min(right.state_bytes, right.drafter_bytes) > 0
     assert right.facts["versions"]["specjax"]
     assert Row.from_dict(json.loads(json.dumps(right.as_dict()))) == right
-    before = programs.compile_count()
-    wrong = measuring.measure(told("ALWAYS_WRONG"), prompts, 3, **asked, max_len=64, prefill_chunk=16)
-    assert programs.compile_count() == before  # other weights, the same programs
+    wrong = measuring.measure(told("ALWAYS_WRONG"), prompts, 3, **asked, **shapes)
+    assert programs.compile_count() == before + 3  # other weights, the same programs
     assert (wrong.tau, wrong.stats.accepted, wrong.identical) == (1.0, 0, 2)
-    plain = measuring.plain_answers(params, prompts, Setting(batch=2, max_new_tokens=12))
+    plain = measuring.plain_answers(params, prompts, made.setting)
     with pytest.raises(ValueError, match="other prompts or another setting"):
         measuring.measure(params, prompts, 3, batch=2, max_new_tokens=11, plain=plain)
     with pytest.raises(ValueError, match="params have no drafter"):

@@ -7,14 +7,17 @@ import sys
 
 import pytest
 from benched import row
+from tiny_models import target
 from told import model
+from typer.testing import CliRunner
 
 import specjax
 from specjax.bench import data, measure as measuring, sweep as sweeping
-from specjax.bench.rows import Spread, Timed
+from specjax.bench.rows import Row, Spread, Timed
 from specjax.bench.setting import batches
 from specjax.bench.store import Lines, Store
 from specjax.bench.table import Table
+from specjax.cli import app
 
 
 def test_lines_survive_a_kill_at_any_byte(tmp_path):
@@ -115,7 +118,7 @@ def faked(monkeypatch):
 
     class Faked(sweeping.Sweep):
         def __init__(self, *args):
-            super().__init__(*args, measure=measure, plain_answers=plain_answers)
+            super().__init__(*args, measure=measure, plain_answers=plain_answers, threads=lambda: 1)
 
     monkeypatch.setattr(sweeping, "Sweep", Faked)
     monkeypatch.setattr(sweeping, "enable_compilation_cache", lambda: None)
@@ -181,3 +184,70 @@ def test_sweep_of_the_best_and_of_limits(faked, tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             specjax.sweep(model(), **asked | wrong)
+
+
+KILLED_SWEEP = """
+import os, signal, sys
+from specjax.bench import store
+from specjax.cli import app
+add = store.Lines.add
+def killing(self, key, row):
+    add(self, key, row)
+    if self.path.name == store.ROWS and len(self.found) == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+store.Lines.add = killing
+app(sys.argv[2:])
+"""
+
+
+@pytest.mark.long
+def test_commands_from_end_to_end(tmp_path):
+    """``specjax sweep``, killed after its first row and run again; ``specjax bench``, sampled and in batches."""
+    specjax.save(target(), tmp_path / "model")
+    file = tmp_path / "p.jsonl"
+    file.write_text(
+        "".join(json.dumps({"turns": [text]}) + "\n" for text in ("a b a b a b", "c d", "e", "f g f"))
+    )
+    words = [str(tmp_path / "model"), "--methods", "ngram", "--max-new-tokens", "12", "--limit", "4"]
+    asked = ["sweep", *words, "--data", f"x={file}", "--k", "1,3", "--out", str(tmp_path / "out"), "--json"]
+    run = [sys.executable, "-c", KILLED_SWEEP, "1", *asked]
+    assert subprocess.run(run, check=False, capture_output=True).returncode == -signal.SIGKILL
+    (first,) = Table.read(tmp_path / "out").rows
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    found = [Row.from_dict(row) for row in json.loads(done.stdout)]
+    assert found[0] == first
+    assert [(row.k, row.identical, row.prompts, row.checked) for row in found] == [
+        (k, 4, 4, "greedy") for k in (1, 3)
+    ]
+    assert all(row.stats.rounds and row.costs.verify_ms is not None and row.drift > 0 for row in found)
+    assert CliRunner().invoke(app, [*asked, "--seconds", "0"]).exit_code == 0  # nothing is left to do
+    late = CliRunner().invoke(app, [*asked, "--batch", "2", "--seconds", "0"])
+    assert late.exit_code == 75
+    assert "run the same command again" in late.stderr
+    options = [
+        "--k",
+        "3",
+        "--batch",
+        "1,2",
+        "--temperature",
+        "0,0.7",
+        "--repeats",
+        "1",
+        "--no-parts",
+        "--json",
+    ]
+    asked = ["bench", *words, "--data", str(file), *options, "--out", str(tmp_path / "bench")]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    rows = [Row.from_dict(row) for row in json.loads(done.stdout)]
+    assert [(row.batch, row.temperature) for row in rows] == [(1, 0.0), (1, 0.7), (2, 0.0), (2, 0.7)]
+    assert [(row.identical, row.checked) for row in rows] == [(4, "greedy"), (4, "match")] * 2
+    assert (tmp_path / "bench" / "batch.png").is_file()
+    for wrong, match in (
+        (["--data", "gsm"], "unknown data set"),
+        (["--platform", "rocm"], "jax runs on cpu"),
+    ):
+        done = CliRunner().invoke(app, ["bench", *words, *wrong])
+        assert done.exit_code == 2
+        assert match in done.stderr
