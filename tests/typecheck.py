@@ -2,11 +2,64 @@
 
 Pytree structs are rebuilt by JAX around leaves that are no arrays (shapes, shardings, batch axes, array
 specs), so their fields cannot be checked when they are made; functions that take and return arrays can.
+
+A check costs as much as the tracing it watches, and JAX traces the same functions for every program. So a call
+is checked once per kind: structure of the arguments, shapes and dtypes of arrays, values of everything static.
 """
 
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jaxtyping
 from beartype import beartype
+
+_jaxtyped = jaxtyping.jaxtyped
 
 
 def functions_only(fn):
     """Type checker for jaxtyping's import hook."""
     return fn if fn.__name__ == "__init__" else beartype(fn)
+
+
+def once_per_kind(fn: Any = None, *, typechecker: Callable) -> Any:
+    """``jaxtyping.jaxtyped``, for as long as the import hook asks it to check the same thing again."""
+    if fn is None:
+        return functools.partial(once_per_kind, typechecker=typechecker)
+    if not inspect.isfunction(fn):
+        return fn if inspect.isclass(fn) else _jaxtyped(fn, typechecker=typechecker)
+    checked, seen = _jaxtyped(fn, typechecker=typechecker), set()
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        __tracebackhide__ = True
+        try:
+            kind = _kind(args, kwargs)
+            known = kind in seen
+        except (TypeError, ValueError):  # what has no hash, or no order, or can be walked through but once
+            return checked(*args, **kwargs)
+        if known:
+            return fn(*args, **kwargs)
+        out = checked(*args, **kwargs)
+        seen.add(kind)
+        return out
+
+    return call
+
+
+def _kind(args: tuple, kwargs: dict) -> Any:
+    if any(hasattr(x, "__next__") for x in (*args, *kwargs.values())):
+        raise TypeError
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    return tree, tuple(map(_leaf, leaves))
+
+
+def _leaf(x: Any) -> Any:
+    if (dtype := getattr(x, "dtype", None)) is not None:
+        return type(x), getattr(x, "shape", None), dtype
+    if isinstance(x, (int, float, str, bytes)) or dataclasses.is_dataclass(x):
+        return type(x), x
+    return type(x)
