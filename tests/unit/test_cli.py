@@ -327,17 +327,17 @@ def test_real_model_end_to_end(tmp_path):
         return specjax_command(*arguments, SPECJAX_CACHE=str(tmp_path))
 
     plain = generate("Count from one to five.", "12")
-    text, noise = plain.communicate(timeout=600)
+    text, noise = plain.communicate(timeout=1200)
     assert (plain.returncode, noise) == (0, "")
     drafted = generate("Count from one to five.", "12", "--drafter", "ngram", "--json")
-    record = json.loads(drafted.communicate(timeout=600)[0])
+    record = json.loads(drafted.communicate(timeout=1200)[0])
     assert record["text"] == text.rstrip("\n")
     assert record["finish_reason"] in ("stop", "length")
     assert record["stats"]["seed"] == 0
     interrupted = generate("Tell a story.", "900", "--ignore-eos")
     first = interrupted.stdout.read(20)  # decoding has begun
     interrupted.send_signal(signal.SIGINT)
-    rest, noise = interrupted.communicate(timeout=120)
+    rest, noise = interrupted.communicate(timeout=1200)
     assert (interrupted.returncode, noise) == (130, "")
     assert first.strip()
     assert rest.endswith("\n")
@@ -345,7 +345,7 @@ def test_real_model_end_to_end(tmp_path):
 
 def test_real_errors_exit_with_two():
     failed = specjax_command("generate", "no-such-model", "x")
-    text, noise = failed.communicate(timeout=120)
+    text, noise = failed.communicate(timeout=1200)
     assert (failed.returncode, text) == (2, "")
     assert noise.startswith("error: unknown model 'no-such-model'")
     assert "Traceback" not in noise
@@ -353,5 +353,5 @@ def test_real_errors_exit_with_two():
 
 def test_real_prompt_checks_come_before_compiling():
     failed = specjax_command("generate", "tiny", "")
-    assert failed.communicate(timeout=120)[1].startswith("error: prompt 0 is an empty string")
+    assert failed.communicate(timeout=1200)[1].startswith("error: prompt 0 is an empty string")
     assert failed.returncode == 2

@@ -130,7 +130,7 @@ def test_progress_on_a_terminal(folder, monkeypatch):
     with open(writing, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         params = specjax.load(folder, dtype="bfloat16")
-    listener.join(5)
+    listener.join()  # it ends with the terminal
     os.close(reading)
     monkeypatch.undo()
     said, leaves = b"".join(seen).decode(), len(jax.tree.leaves(params.target))

@@ -20,20 +20,18 @@ def python(code: str, **env: str) -> str:
     import os
 
     full = os.environ | {"JAX_PLATFORMS": "cpu"} | env
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=full, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=full, timeout=1200
+    )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     return done.stdout
 
 
 def test_import_is_quick_and_light():
-    code = (
-        "import time; t = time.perf_counter(); import specjax; t = time.perf_counter() - t\n"
-        "import sys, json; print(json.dumps([t, sorted(sys.modules)]))"
-    )
-    seconds, modules = json.loads(python(code))
-    assert seconds < 1.5
-    assert not [m for m in HEAVY if m in modules]
+    modules = json.loads(python("import specjax, sys, json; print(json.dumps(sorted(sys.modules)))"))
+    assert not [m for m in (*HEAVY, "jax", "numpy") if m in modules]
+    assert len(modules) < 200  # it takes 74
 
 
 def test_doctor_and_types_stay_light():
