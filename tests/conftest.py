@@ -34,7 +34,14 @@ if early:
 jaxtyping.jaxtyped = typecheck.once_per_kind
 jaxtyping.install_import_hook(CHECKED, "typecheck.functions_only")
 
-hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=50, database=None)
+hypothesis.settings.register_profile(
+    "fixed",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # the machine may be busy
+)
 hypothesis.settings.load_profile("fixed")
 
 
@@ -47,7 +54,7 @@ def _has_smollm2() -> bool:
 def pytest_collection_finish():
     """What was imported stays: the collector of garbage need not walk through it each time, nor come so often."""
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(20_000, 10, 10)
 
 
 def pytest_collection_modifyitems(items):
@@ -79,6 +86,7 @@ def forget_programs(beyond: int) -> None:
 
         programs._store.cache_clear()
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True, scope="module")
