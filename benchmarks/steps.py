@@ -13,7 +13,7 @@ mixtures of experts it is measured for blocks of fewer different tokens as well,
 Groups come in the order of the limits they decide. Results are written after every group; a file that is there is
 continued: rows in it are not measured again (``--again`` does). ``--seconds`` starts no further group after that time.
 ``JAX_COMPILATION_CACHE_DIR`` keeps compiled programs between runs. ``--profile`` prints and keeps a table of kernels
-of the methods named.
+of the methods named. ``--dry`` traces the programs and says what memory they take, on any machine.
 """
 
 import argparse
@@ -155,7 +155,7 @@ def run_group(
             made[name] = steps_run.Contender(target, method(name), group.batch, group.context, args.room)
         except ValueError as error:
             _failed(book, group, name, error)
-    made, passes = _compiled(made, group, book, args)
+    made, passes, counts = _compiled(made, group, book, args)
     say(group.shape, f"batch {group.batch}, context {group.context}: compiled", ", ".join(made))
     if "plain" not in made:
         return
@@ -177,14 +177,15 @@ def run_group(
                 passes.pop(name, None)
     copy = statistics.median([copy, steps_run.bandwidth(args.copy)])
     for name, contender in made.items():
-        hit = _hit(contender)
+        hit = _hit(counts[name]) if name in counts else None
         row = _row(group, name, contender, ms[name], statistics.median(ms["plain"]), copy, hit)
         row["slope_ms"] = statistics.median(slopes[name])
         if drafts.get(name):
             row["draft_ms"] = statistics.median(drafts[name])
         if group.batch == 1 or name == "plain":
             row["host_ms"] = statistics.median(contender.driven() for _ in range(2)) - row["ms"]
-        if name == "c" + str(contender.how.k + 1) and hit:
+            row["tau_seen"] = contender.tau
+        if contender.how.name == "c" and hit:
             row["by_distinct"] = _by_distinct(contender, hit, copy, args)
         if name in args.profile.split(","):
             row["kernels"] = steps_profile.profile(contender)
@@ -196,13 +197,31 @@ def run_group(
     book.write()
 
 
-def _compiled(made: dict[str, Any], group: Group, book: Book, args: argparse.Namespace) -> tuple[dict, dict]:
-    """What could be compiled, and the drafting passes of the contenders that have a drafter."""
-    passes = {}
+def dry(group: Group, args: argparse.Namespace) -> None:
+    """Trace the programs of a group and say what memory they take."""
+    hf = SHAPES[group.shape]
+    target = steps_run.Target(
+        group.shape, tiny(hf) if args.tiny else hf, jnp.dtype(args.dtype), shapes_only=True
+    )
+    for name in ("plain", *group.methods):
+        contender = steps_run.Contender(target, method(name), group.batch, group.context, args.room)
+        sizes = contender.bytes()
+        gib = [f"{x / 2**30:.2f}" for x in (*sizes, sum(sizes))]
+        say(key(group, name), "weights {}, state {}, a round {}: {} GiB".format(*gib))
+
+
+def _compiled(
+    made: dict[str, Any], group: Group, book: Book, args: argparse.Namespace
+) -> tuple[dict, dict, dict]:
+    """What could be compiled, the drafting passes of those that have a drafter, and counts of experts."""
+    passes, counts = {}, {}
     for name, contender in made.items():
+        mixed = getattr(contender.program.pair.target_cfg, "experts", 0)
         if contender.engine.weights[1] is not None and not args.no_draft:
             passes[name] = steps_run.DraftPass(contender)
-    jobs = [(name, part) for part in (made, passes) for name in part]
+        if contender.how.name in ("plain", "c") and mixed:
+            counts[name] = steps_run.ExpertCount(contender)
+    jobs = [(name, part) for part in (made, passes, counts) for name in part]
 
     def one(job):
         name, part = job
@@ -220,16 +239,13 @@ def _compiled(made: dict[str, Any], group: Group, book: Book, args: argparse.Nam
             if part is made:
                 _failed(book, group, name, error)
             part.pop(name)
-    return made, {name: x for name, x in passes.items() if name in made}
+    return made, {name: x for name, x in passes.items() if name in made}, counts
 
 
-def _hit(contender: steps_run.Contender) -> dict[int, float] | None:
-    """Distinct experts by number of different tokens, for plain steps and given drafts."""
-    how = contender.how
-    if how.name not in ("plain", "c") or not getattr(contender.program.pair.target_cfg, "experts", 0):
-        return None
-    distinct = sorted({d for d in (1, 2, 4, 8, how.k + 1) if d <= how.k + 1})
-    return steps_run.experts_hit(contender, tuple(distinct))
+def _hit(count: steps_run.ExpertCount) -> dict[int, float]:
+    """Distinct experts by number of different tokens in a block."""
+    width = count.contender.how.k + 1
+    return {d: count(d) for d in sorted({d for d in (1, 2, 4, 8, width) if d <= width})}
 
 
 def _row(
@@ -311,6 +327,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-draft", action="store_true", help="leave drafting passes out: fewer programs")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--again", action="store_true", help="measure what the file has as well")
+    parser.add_argument(
+        "--dry", action="store_true", help="trace everything and tell its memory, run nothing"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -332,6 +351,9 @@ def main() -> int:
         if done >= args.groups or time.perf_counter() - _BEGAN > args.seconds:
             say("stopped before", key(group, "..."))
             break
+        if args.dry:
+            dry(group, args)
+            continue
         wanted = [name for name in group.methods if name != "plain" and book.lacks(key(group, name))]
         if not wanted and not book.lacks(key(group, "plain")):
             continue

@@ -21,9 +21,10 @@ from specjax.checkpoints.tree import is_spec
 from specjax.config import Meta
 from specjax.core import round as rnd
 from specjax.core.cache import RingKV
+from specjax.core.liveness import peak_bytes
 from specjax.core.loop import Driving, Queue, host_state, run_rounds
-from specjax.core.programs import Engine, fill_caches
-from specjax.types import LENGTH, NONFINITE, RUNNING, Params, State
+from specjax.core.programs import Engine, chunk_program, fill_caches
+from specjax.types import LENGTH, NONFINITE, RUNNING, Params, State, tree_bytes
 
 #: Chance that the first 1, 2, ... drafts are all accepted; beyond, three quarters of the one before.
 PROFILE = (0.90, 0.80, 0.67, 0.55, 0.44, 0.33, 0.23)
@@ -101,18 +102,19 @@ def _normal(key, shape, dtype, scale):
 class Target:
     """A shape's config and weights."""
 
-    def __init__(self, name: str, hf: dict[str, Any], dtype: Any):
+    def __init__(self, name: str, hf: dict[str, Any], dtype: Any, shapes_only: bool = False):
         self.name, self.family = name, hf["model_type"]
         module = registry.target(self.family)
         self.cfg, self.dtype = module.config(hf), dtype
-        self.weights = jax.block_until_ready(weights(module.abstract(self.cfg), dtype))
+        self._make = (lambda *args: jax.eval_shape(lambda: weights(*args))) if shapes_only else weights
+        self.weights = self._make(module.abstract(self.cfg), dtype)
 
     def params(self, how: Method) -> Params:
         """With a method's drafter. ValueError where the target has none of the kind."""
         name, cfg = drafter(how, self.cfg)
         meta = Meta(family=self.family, target_cfg=self.cfg, drafter=name, drafter_cfg=cfg, name=self.name)
         specs = None if name is None else registry.drafter(name).abstract(cfg)
-        own = None if specs is None else weights(specs, self.dtype, 1)
+        own = None if specs is None else self._make(specs, self.dtype, 1)
         return Params(self.weights, own, meta)
 
 
@@ -135,9 +137,16 @@ class Contender:
         self.shapes = jax.eval_shape(functools.partial(fill_caches, self.program), self.host)
         self._fill = jax.jit(functools.partial(_filled, self.program))
 
+    def bytes(self) -> tuple[int, int, int]:
+        """Of weights, of the state, and (estimated from a trace) of what a round needs beside them."""
+        run, rounds = chunk_program(self.program)
+        beside = peak_bytes(run, self.engine.weights, self.shapes, rounds, donated=1)
+        return tree_bytes(self.engine.weights), tree_bytes(self.shapes), beside
+
     def compile(self) -> "Contender":
         """Compile ahead; in threads where there are several."""
         self.engine.compile_chunk(self.shapes)
+        self._fill = self._fill.lower(self.host).compile()
         return self
 
     def state(self, distinct: int | None = None) -> State:
@@ -180,6 +189,8 @@ class Contender:
         for _ in run_rounds(self.engine, self.engine, state, rows, Queue(), Driving()):
             pass
         seconds = time.perf_counter() - began
+        job = self.call.jobs[0]
+        self.tau = sum(emitted for _, _, emitted, _ in job.rounds) / len(job.rounds)
         return 1e3 * seconds / max(len(job.rounds) for job in self.call.jobs)
 
 
@@ -220,9 +231,8 @@ def _filled(program, host: State) -> State:
     def noise(i, x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        key = jax.random.fold_in(jax.random.key(7, impl="rbg"), i)
-        bits = jax.random.bits(key, x.shape, jnp.uint8).astype(jnp.float32)
-        return ((bits - 128) / 128).astype(x.dtype)
+        parts = [(j + 7) * jax.lax.broadcasted_iota(jnp.int32, x.shape, j) for j in range(x.ndim)]
+        return (((sum(parts) + i) % 251 - 125) / 125).astype(x.dtype)
 
     def ring(x):
         if not isinstance(x, RingKV):
@@ -252,21 +262,38 @@ def bandwidth(size: int = 1 << 29, repeats: int = 10) -> float:
     return 8 * size / statistics.median(took)
 
 
-def experts_hit(contender: Contender, distinct: tuple[int, ...]) -> dict[int, float] | None:
-    """Mean distinct experts per layer that a verified block hits, by its number of different tokens; None: no MoE."""
-    from specjax.targets import ffn, gemma4
+class ExpertCount:
+    """Distinct experts that a contender's verified block hits, per layer on average. Traced when made, which must not
+    happen while others are traced: the layer that is looked into is exchanged meanwhile."""
 
-    program, seen = contender.program, []
-    pair, module = program.pair, registry.target(program.pair.family)
-    real = ffn.experts, gemma4.experts
+    def __init__(self, contender: Contender):
+        from specjax.targets import ffn, gemma4
 
-    def noting(x, share, ids, gate, *rest):
-        seen.append(jnp.sum(jnp.bincount(ids.reshape(-1), length=gate.shape[0]) > 0))
-        return real[0](x, share, ids, gate, *rest)
+        self.contender, self.seen = contender, []
+        self.real = ffn.experts
+        ffn.experts = gemma4.experts = self._noting
+        try:
+            self.run = jax.jit(self._count).lower(contender.engine.weights, contender.shapes)
+        finally:
+            ffn.experts = gemma4.experts = self.real
 
-    def count(weights, state):
-        seen.clear()
-        proposal, _ = rnd.draft(pair, weights, state, contender.how.k)
+    def compile(self) -> "ExpertCount":
+        self.run = self.run.compile()
+        return self
+
+    def __call__(self, distinct: int) -> float:
+        """With so many different tokens in the block."""
+        state = self.contender.state(distinct)
+        return float(np.mean(np.asarray(self.run(self.contender.engine.weights, state)[0])))
+
+    def _noting(self, x, share, ids, gate, *rest):
+        self.seen.append(jnp.sum(jnp.bincount(ids.reshape(-1), length=gate.shape[0]) > 0))
+        return self.real(x, share, ids, gate, *rest)
+
+    def _count(self, weights, state):
+        pair = self.contender.program.pair
+        module = registry.target(pair.family)
+        proposal, _ = rnd.draft(pair, weights, state, self.contender.how.k)
         anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)
         block = jnp.concatenate([anchor, proposal.tokens], 1)
         pos = state.length[:, None] - 1 + jnp.arange(block.shape[1])
@@ -274,14 +301,4 @@ def experts_hit(contender: Contender, distinct: tuple[int, ...]) -> dict[int, fl
         out = module.forward(
             weights[0], pair.target_cfg, block, pos, valid, state.target, rnd.needs(pair), "verify"
         )
-        return jnp.stack(seen) if seen else None, jnp.sum(out.hidden[:, 0, 0])
-
-    ffn.experts = gemma4.experts = noting
-    try:
-        run = jax.jit(count).lower(contender.engine.weights, contender.shapes).compile()
-    finally:
-        ffn.experts, gemma4.experts = real
-    found = {d: run(contender.engine.weights, contender.state(d))[0] for d in distinct}
-    if next(iter(found.values())) is None:
-        return None
-    return {d: float(np.mean(np.asarray(counts))) for d, counts in found.items()}
+        return jnp.stack(self.seen), jnp.sum(out.hidden[:, 0, 0])

@@ -187,6 +187,8 @@ def test_steps_run_and_are_continued(tmp_path):
     assert all(x["ms"] > 0 and x["model_ms"] > 0 and "host_ms" in x for x in rows.values())
     assert rows["dflash-3"]["draft_ms"] > 0
     assert rows["dflash-3"]["kernels"]
+    assert rows["dflash-3"]["tau_seen"] == pytest.approx(3.37, abs=0.6)  # as the profile says
+    assert rows["plain"]["tau_seen"] == 1
     hit = [x["experts"] for x in rows["c4"]["by_distinct"]]
     assert hit == sorted(hit)
     assert 2 <= hit[0] < hit[-1] <= 8
