@@ -71,7 +71,7 @@ def test_notebook_runs(path, environment, tmp_path):
 
     notebook = _read(path)
     client = NotebookClient(
-        notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+        notebook, timeout=3600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )
     client.execute(env=environment)
     if folder := os.environ.get("SPECJAX_NOTEBOOKS"):  # to look at what they show

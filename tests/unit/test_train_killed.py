@@ -15,7 +15,8 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 STEPS, KILLS = 40, 3
 
-#: Trains with a checkpoint at every step, slowly enough to be caught while it does; prints losses and weights.
+#: Trains with a checkpoint at every step, slowly enough to be caught while it does, and no further than to the step
+#: ``last``, where it waits (0: to the end); prints losses and weights.
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
@@ -27,13 +28,15 @@ import train_toy as toy
 from specjax.train import report
 from specjax.train.trainer import Watch, fit
 
-folder, pause, steps = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+folder, last, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 
 
 class Data(toy.Data):
     def batches(self, step):
-        for batch in super().batches(step):
-            time.sleep(pause)
+        for i, batch in enumerate(super().batches(step), step):
+            time.sleep(0.05 if last else 0)
+            while last and i >= last:
+                time.sleep(1)
             yield batch
 
 
@@ -50,9 +53,9 @@ print(json.dumps({
 """
 
 
-def begun(folder: Path, pause: float) -> subprocess.Popen:
+def begun(folder: Path, last: int = 0) -> subprocess.Popen:
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TESTS)}
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(pause), str(STEPS)]
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(last), str(STEPS)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -70,20 +73,19 @@ def rows(folder: Path) -> int:
 @pytest.mark.long
 def test_killed_at_any_moment(tmp_path):
     """TRN.2, PEER.20: figures and weights are bit for bit those of a run that was let be, and the best step too."""
-    whole = ended(begun(tmp_path / "whole", 0.0))
+    whole = ended(begun(tmp_path / "whole"))
     chance, killed = random.Random(0), 0
     while killed < KILLS:
         before = rows(tmp_path / "run")
-        process = begun(tmp_path / "run", 0.05)
+        process = begun(tmp_path / "run", (killed + 1) * STEPS // (KILLS + 1))
         while rows(tmp_path / "run") <= before and process.poll() is None:
             time.sleep(0.005)
         time.sleep(chance.uniform(0, 0.4))
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            killed += 1
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL, "it was done, or failed, before it could be killed"
-    again = ended(begun(tmp_path / "run", 0.0))
+        process.kill()
+        said = process.communicate()[1]
+        assert process.returncode == -signal.SIGKILL, f"it failed before it could be killed: {said[-4000:]}"
+        killed += 1
+    again = ended(begun(tmp_path / "run"))
     assert [step for step, _ in whole["losses"]] == list(range(1, STEPS + 1))
     for name in ("losses", "taus", "step"):
         assert again[name] == whole[name]
