@@ -390,11 +390,13 @@ def test_across_the_window_edge(case):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("windows", [(1,), (2, 0), (0, 7), (16, 3)])
-@pytest.mark.parametrize("case", pairwise(WINDOWED | {"k": (1, 2, 4, 7)}), ids=name)
-def test_across_other_window_edges(windows, case):
-    """KVR.1, KVR.2: a window of one, mixtures with full attention, windows longer than the prompt."""
-    across_the_edge(case, windows)
+@pytest.mark.parametrize(
+    "case", pairwise({"windows": ((1,), (2, 0), (0, 7), (16, 3))} | WINDOWED | {"k": (1, 2, 4, 7)}), ids=name
+)
+def test_across_other_window_edges(case):
+    """KVR.1, KVR.2: a window of one, mixtures with full attention, windows longer than the prompt; each with every
+    width, mode, loop and batch."""
+    across_the_edge(case, case["windows"])
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 16])

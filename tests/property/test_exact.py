@@ -31,6 +31,7 @@ from specjax.core import programs
 from specjax.drafters import ngram
 from specjax.types import TapSpec
 
+LONG = pytest.mark.long
 #: prompts taken, rows decoded at once: rows=3 with 5 prompts and rows=1 with 2 refill finished rows
 BATCHES = {"one": (1, 1), "queue": (2, 1), "ragged": (3, 3), "refill": (5, 3)}
 DRIVING = {"loop": ("device", "host"), "rounds": (1, 3, 16), "batch": tuple(BATCHES)}
@@ -62,7 +63,9 @@ def scripted(case, drafter="TOLD"):
         expect_acceptance(mode, case["k"], at, stats)
 
 
-@pytest.mark.parametrize("case", pairwise(SCRIPTED, one_place_unless_stop_inside), ids=name)
+@pytest.mark.parametrize(
+    "case", pairwise(SCRIPTED | {"k": (1, 3, 5, 8)}, one_place_unless_stop_inside), ids=name
+)
 def test_scripted_drafters(case):
     """GRD.1, GRD.3, BAT.4, PEER.8."""
     scripted(case)
@@ -117,9 +120,9 @@ def test_the_target_as_its_own_drafter(case):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", product(SELF), ids=name)
+@pytest.mark.parametrize("case", [c for k in SELF["k"] for c in pairwise(SELF | {"k": (k,)})], ids=name)
 def test_the_target_as_its_own_drafter_all(case):
-    """GRD.5."""
+    """GRD.5: at every width, every pair of ways of driving."""
     accepts_everything(case)
 
 
@@ -148,9 +151,13 @@ def test_ngram_settings():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", product(NGRAM), ids=name)
+@pytest.mark.parametrize(
+    "case",
+    [c for k in NGRAM["k"] for loop in NGRAM["loop"] for c in pairwise(NGRAM | {"k": (k,), "loop": (loop,)})],
+    ids=name,
+)
 def test_ngram_all(case):
-    """NGR.3."""
+    """NGR.3: at every width and in both loops, every pair of the other options."""
     looks_up(case)
 
 
@@ -163,7 +170,9 @@ def alone() -> list[list[int]]:
     return [specjax.decode(model(), [p], max_new_tokens=12, max_len=64).tokens[0] for p in CROWD]
 
 
-@pytest.mark.parametrize("rows", range(1, 10))
+@pytest.mark.parametrize(
+    "rows", [pytest.param(n, marks=LONG if n in (2, 5, 6, 7) else ()) for n in range(1, 10)]
+)
 def test_any_number_of_rows(rows):
     """BAT.1, BAT.4, BAT.6: 1 to 9 rows, with duplicates and prompts of 1 to 40 tokens that accept different
     counts: each row equals its solo run, its drafter's state included."""

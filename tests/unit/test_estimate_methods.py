@@ -83,13 +83,16 @@ CALLS = {
     "sampled": (60, {"rows": 8, "max_new_tokens": 400, "temperature": 1.0}),
 }
 DAILY = {("eagle3", "prompt"), ("mtp", "prompt"), ("assistant", "prompt")}
+#: The others take turns with the calls, but for the one that is made of two.
+ONE_CALL = {"dflash": "sampled", "dspark": "prompt", "mtp experts": "sampled", "mtp latent": "prompt"}
+ONE_CALL |= {"draft_model": "sampled", "ngram": "prompt"}
 
 
 def _cases():
     for name in TARGETS:
         yield pytest.param(name, None, "prompt", id=f"{name}, prompt", marks=pytest.mark.long)
     for method, (target, drafter) in METHODS.items():
-        for call in CALLS:
+        for call in [ONE_CALL[method]] if method in ONE_CALL else CALLS:
             marks = () if (method, call) in DAILY else pytest.mark.long
             yield pytest.param(target, drafter, call, id=f"{method}, {call}", marks=marks)
 
