@@ -6,7 +6,7 @@ WORKERS ?= 2
 # make test TORCH="torch==2.13.0 --index-url <index of CPU wheels>"
 TORCH   ?= torch==2.13.0
 # reference implementations of drafters. --no-deps: their pins (other transformers, torchvision) are not needed
-REFERENCES ?= speculators==0.9.0 hs-connectors==0.9.0 dflash==0.1.0
+REFERENCES ?= speculators==0.9.0 hs-connectors==0.9.0 dflash==0.1.0 flashspec==0.3.1
 PYTEST_ARGS ?=
 SHELL   := /bin/bash
 

@@ -96,6 +96,19 @@ def test_weights_that_do_not_fit(monkeypatch):
         fails()
 
 
+@pytest.mark.gpu
+def test_on_the_device():
+    """A cache of more than any device has; what is advised then fits, and the process decodes as before."""
+    params = tiny_params(max_positions=1 << 30)
+    ask = lambda **o: specjax.decode(params, [1, 2, 3], max_new_tokens=4, rows=1, **o).tokens  # noqa: E731
+    want = ask()
+    with pytest.raises(MemoryError, match="What would fit: max_len=") as raised:
+        ask(max_len=1 << 30)
+    advised = int(re.findall(r"max_len=(\d+)", str(raised.value))[-1])
+    assert ask(max_len=advised // 2) == want
+    assert ask() == want
+
+
 _SCRIPT = """
 import resource
 import specjax
