@@ -314,8 +314,7 @@ def widest(meta: Meta) -> int:
     without weights, whose drafts cost nothing)."""
     module, cfg = registry.drafter(str(meta.drafter)), meta.drafter_cfg
     limit = getattr(module, "max_k", None)
-    free = module.abstract(cfg) is None
-    most = limit(cfg) if limit else max(cfg.k, 15 if free else 7)
+    most = limit(cfg) if limit else max(cfg.k, 15 if hasattr(module, "default") else 7)
     return max(1, min(most, choice.BUCKETS[-1], meta.target_cfg.max_positions - 1))
 
 

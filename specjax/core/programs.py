@@ -98,16 +98,13 @@ class Engine:
     def compile_chunk(self, state: State, step: Step | None = None) -> Any:
         """The compiled loop of rounds; ``state`` may be shapes only."""
         width = self.program.k if step is None else step.width
-        name = f"decode {width}"
         if self.program.auto and not width:
             step = step or Step(0, self.program.rounds)
-            name, fn = (
-                f"decode {width} by {step.room}",
-                functools.partial(_plain_chunk, self.program, step.room),
-            )
-            return self._get(name, fn, (1,), self.weights, state, ROUND_COUNT)
+            plainly = functools.partial(_plain_chunk, self.program, step.room)
+            return self._get(f"decode 0 by {step.room}", plainly, (1,), self.weights, state, ROUND_COUNT)
         fn, rounds = chunk_program(self.program, width)
-        return self._get(name, fn, (1,), self.weights, state, rounds, *self._cut_shapes(width))
+        cuts = self._cut_shapes(width)
+        return self._get(f"decode {width}", fn, (1,), self.weights, state, rounds, *cuts)
 
     def _cut_shapes(self, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct((width,), jnp.float32),) if self.program.cuts and width else ()

@@ -175,7 +175,7 @@ def absorb(p: Any, shared: Shared, cfg: Config, dstate: Ahead, block: AbsorbIn) 
     """The cache with a block of the prompt in it. In rounds, with a block in it that this drafter did not draft."""
     del shared
     if block.mode == "extend":
-        block = block if block.before is None else _with_before(block)
+        block = block if block.before is None else _with_before(block, block.before)
         return dataclasses.replace(dstate, cache=_feed(p, cfg, block, block.keep, dstate.cache))
     keep = jnp.where(_strange(dstate, block), block.keep, 0)
 
@@ -188,15 +188,12 @@ def absorb(p: Any, shared: Shared, cfg: Config, dstate: Ahead, block: AbsorbIn) 
     return dataclasses.replace(dstate, cache=cache)
 
 
-def _with_before(block: AbsorbIn) -> AbsorbIn:
+def _with_before(block: AbsorbIn, before: Int[Array, " B"]) -> AbsorbIn:
     """The block and the position before it: a draft that was accepted as the last of its round was never fed."""
-    at = block.pos[:, :1]
     return dataclasses.replace(
         block,
-        tokens=jnp.concatenate(
-            [jnp.where(at > 0, block.before[:, None], block.tokens[:, :1]), block.tokens], 1
-        ),
-        pos=jnp.concatenate([at - 1, block.pos], 1),
+        tokens=jnp.concatenate([before[:, None], block.tokens], 1),
+        pos=jnp.concatenate([block.pos[:, :1] - 1, block.pos], 1),
         keep=jnp.where(block.keep > 0, block.keep + 1, 0),
     )
 

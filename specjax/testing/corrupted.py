@@ -89,6 +89,11 @@ class Corrupted:
         """The drafter's."""
         return cfg.module.absorb(p.inner, shared, cfg.inner, dstate, block)
 
+    def max_k(self, cfg: CorruptedConfig) -> int:
+        """The drafter's limit, or what scripts are tried with."""
+        limit = getattr(cfg.module, "max_k", None)
+        return limit(cfg.inner) if limit else 8
+
     def min_resume(self, cfg: CorruptedConfig, high_water: int) -> int:
         """The drafter's."""
         return cfg.module.min_resume(cfg.inner, high_water)
