@@ -25,6 +25,8 @@ from specjax.types import LENGTH, NONFINITE, RUNNING, STOP, Proposal, Rule, Stat
 LOGIT_BYTES = 256 * 2**20
 
 Unembed = Callable[[Float[Array, "B Q D"]], Float[Array, "B Q V"]]
+#: ``best(hidden, lse)``: largest logit of every row, its id and the logsumexp of all, if asked for.
+Best = Callable[[Float[Array, "B Q D"], bool], tuple[Array, Array, Array | None]]
 
 
 def accept(
@@ -37,15 +39,17 @@ def accept(
     rule: Rule,
     logprobs: bool,
     logit_bytes: int = LOGIT_BYTES,
+    best: Best | None = None,
 ) -> Verdict:
     """Decide the tokens at positions ``length .. length + count`` of each active row.
 
     ``proposal.tokens`` is [B, Q-1]; only the first ``count`` of a row are tested. Inactive rows emit
-    nothing. A row whose logits are not finite ends with reason NONFINITE and emits nothing there.
+    nothing. A row whose logits are not finite ends with reason NONFINITE and emits nothing there. ``best`` serves
+    greedy rows whose logits nothing changes, without keeping them.
     """
     rows = _Rows(unembed, proposal.tokens, state, logprobs)
     if rule == "match" or state.sampling.greedy:
-        accepted, tokens, scores, bad = _match(hidden, rows, count, logit_bytes)
+        accepted, tokens, scores, bad = _match(hidden, rows, count, logit_bytes, best)
     else:
         decide = _reject if rule == "reject" else _block
         accepted, tokens, scores, bad = decide(hidden, rows, proposal, count, logit_bytes)
@@ -82,10 +86,15 @@ class _Rows:
         return _take(raw, tokens) - jax.nn.logsumexp(raw, -1)
 
 
-def _match(hidden, rows: _Rows, count, logit_bytes):
+def _match(hidden, rows: _Rows, count, logit_bytes, best: Best | None = None):
     sampling, length = rows.state.sampling, rows.state.length
+    plain = sampling.greedy and sampling.bias is None and rows.state.counts is None
 
     def block(carry, part, first):
+        if plain and best is not None:
+            top, tokens, lse = best(part, rows.logprobs)
+            scores = jnp.zeros(tokens.shape, jnp.float32) if lse is None else top - lse
+            return carry, (tokens, scores, ~jnp.isfinite(top))
         raw, adjusted, logits = rows.processed(part, rows.drafts, first)
         tokens = jnp.argmax(adjusted, -1)
         if not sampling.greedy:

@@ -23,6 +23,7 @@ from specjax.drafters.body import Layer, keys_values, layer_specs, norm, output,
 from specjax.drafters.dflash_config import Config, check_k, checked, config, max_k, tiny_fields
 from specjax.kernels import kv_injection_op
 from specjax.kernels.block_attention_op import View, attend_block, own_visible
+from specjax.layers import head as heads
 from specjax.layers.linear import linear
 from specjax.layers.rope import rope_angles
 from specjax.types import AbsorbIn, ArraySpec, Ctx, Mode, Proposal, Shared, TapSpec
@@ -140,9 +141,12 @@ def draft(
     """``k`` drafts per row from one pass over the block; the state is left as it is."""
     check_k(cfg, k)
     hidden = drafting_rows(p, shared, cfg, k, dstate, ctx)
-    logits = unembed(p, shared, cfg, hidden)
     keys = keys if pick.sampling(cfg.drafting, keys) else None
     ids = target_ids(p)
+    if p.selector is None and (keys is None or ctx.temperature is None):
+        tokens = heads.best(hidden, table(p, shared), cap(cfg))[1]
+        return proposal(tokens if ids is None else ids[tokens], None, ids, ctx), dstate
+    logits = unembed(p, shared, cfg, hidden)
     if p.selector is not None:
         tokens, q = dflash2.walk(p.selector, cfg.selector, hidden, logits, ctx.anchor, keys, ctx.temperature)
     else:
@@ -253,14 +257,21 @@ def block_visible(cfg: Config, i: int) -> Bool[Array, "N N"]:
 
 def unembed(p: Weights, shared: Shared, cfg: Config, hidden: Float[Array, "B K D"]) -> Float[Array, "B K V"]:
     """float32 draft logits, over the reduced vocabulary if there is one."""
-    logits = linear(hidden, shared.head if p.head is None else p.head, out_dtype=jnp.float32)
-    logits = logits * cfg.output_multiplier
-    if cfg.softcap is not None:
-        logits = cfg.softcap * jnp.tanh(logits / cfg.softcap)
+    logits = heads.logits(hidden, table(p, shared), cap(cfg))
     extra = 0 if p.d2t is not None else cfg.vocab - logits.shape[-1]
     if extra > 0:  # the drafter's own head has fewer padding rows than the target's
         logits = jnp.pad(logits, ((0, 0), (0, 0), (0, extra)), constant_values=-jnp.inf)
-    return logits[..., : cfg.vocab]
+    return logits
+
+
+def table(p: Weights, shared: Shared) -> Float[Array, "V D"]:
+    """The head that drafts are read with."""
+    return shared.head if p.head is None else p.head
+
+
+def cap(cfg: Config) -> heads.Cap:
+    """How logits are made of products with the head."""
+    return heads.Cap(cfg.output_multiplier, cfg.softcap, cfg.vocab)
 
 
 def min_resume(cfg: Config, high_water: int) -> int:

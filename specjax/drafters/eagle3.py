@@ -82,9 +82,10 @@ def draft(
         return model.recycled(p, cfg, out).astype(state.dtype), cache
 
     keys = keys if sampling(cfg.drafting, keys) else None
-    logits = functools.partial(model.scores, p, cfg, model.head(p, shared, cfg))
+    table = model.head(p, shared, cfg)
+    logits, best = (functools.partial(f, p, cfg, table) for f in (model.scores, model.best))
     ids = model.target_ids(p, cfg)
-    proposal, cache = serial.draft(k, dstate.feedback, dstate.cache, logits, advance, ids, ctx, keys)
+    proposal, cache = serial.draft(k, dstate.feedback, dstate.cache, logits, advance, ids, ctx, keys, best)
     return proposal, State(cache, dstate.feedback)
 
 

@@ -11,6 +11,7 @@ from specjax.core.cache import DenseKV, RingKV
 from specjax.drafters import body, mla
 from specjax.drafters.eagle3_config import Config
 from specjax.drafters.serial import Place, row
+from specjax.layers import head as heads
 from specjax.layers.attention import attend
 from specjax.layers.linear import linear
 from specjax.layers.rope import rope_angles
@@ -188,9 +189,19 @@ def scores(
 ) -> Float[Array, "B Vd"]:
     """float32 logits by the rows of :func:`head`, soft-capped if the drafter says so (the target's own cap is not
     its); rows of a head beyond the target's vocabulary are left out."""
-    out = linear(read(p, cfg, state).astype(table.dtype), table, out_dtype=jnp.float32) * cfg.logit_scale
-    out = out if cfg.softcap is None else cfg.softcap * jnp.tanh(out / cfg.softcap)
-    return out[:, : cfg.vocab_size]
+    return heads.logits(read(p, cfg, state).astype(table.dtype), table, cap(cfg))
+
+
+def best(
+    p: Weights, cfg: Config, table: Float[Array, "rows D"], state: Float[Array, "B D"]
+) -> Int[Array, " B"]:
+    """The draft id with the largest of the :func:`scores`, which are not kept."""
+    return heads.best(read(p, cfg, state).astype(table.dtype), table, cap(cfg))[1]
+
+
+def cap(cfg: Config) -> heads.Cap:
+    """How logits are made of products with the head."""
+    return heads.Cap(cfg.logit_scale, cfg.softcap, cfg.vocab_size)
 
 
 def read(p: Weights, cfg: Config, state: Float[Array, "*N D"]) -> Float[Array, "*N D"]:

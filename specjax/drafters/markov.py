@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.drafters.pick import pick
+from specjax.kernels import dispatch
 from specjax.layers.linear import linear
 from specjax.types import ArraySpec
 
@@ -111,6 +112,27 @@ def walk(
     Returns target ids, the distributions they were drawn from (None when greedy), and the vectors of the
     tokens before them. ``ids``: target id of every draft id, None when they are the same.
     """
+    if cfg.kind == "vanilla" and (keys is None or temperature is None) and p.before.dtype == hidden.dtype:
+        return best_walk(p, logits, anchor, ids)
+    return _walk(p, cfg, hidden, logits, anchor, ids, keys, temperature)
+
+
+def best_walk(
+    p: Markov, logits: Float[Array, "B K U"], anchor: Int[Array, " B"], ids: Int[Array, " S"] | None
+) -> tuple[Int[Array, "B K"], None, Float[Array, "B K R"]]:
+    """:func:`walk` of a vanilla head that takes the best token: on a GPU by a kernel."""
+
+    def reference(before, after, logits, anchor, ids=None):
+        head, cfg = Markov(before, after, None, None), Settings(before.shape[1], "vanilla", before.shape[0])
+        unread = jnp.zeros((*logits.shape[:2], 1), before.dtype)
+        return _walk(head, cfg, unread, logits, anchor, ids, None, None)[0]
+
+    run = dispatch.implementation("markov", (p.before, p.after, logits, ids), reference)
+    tokens = run(p.before, p.after, logits, anchor, *(() if ids is None else (ids,)))
+    return tokens, None, p.before[jnp.concatenate([anchor[:, None], tokens[:, :-1]], 1)]
+
+
+def _walk(p: Markov, cfg: Settings, hidden, logits, anchor, ids, keys, temperature):
     token, state = anchor, start(p, anchor.shape[0])
     tokens, drawn, before = [], [], []
     for t in range(logits.shape[1]):

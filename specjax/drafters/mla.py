@@ -7,6 +7,7 @@ from typing import Any
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from specjax.core.cache import Filled
 from specjax.drafters.body import Body
 from specjax.layers import latent as attention
 from specjax.layers.attention import causal
@@ -71,7 +72,7 @@ def mix(
     mla: Latent,
     x: Float[Array, "B Q W"],
     pos: Int[Array, "B Q"],
-    cached: tuple[Float[Array, "B 1 S R"], Float[Array, "B 1 S L"], Int[Array, "B S"]],
+    cached: tuple[Float[Array, "B 1 S R"], Float[Array, "B 1 S L"], Filled | Int[Array, "B S"]],
     window: int | None,
 ) -> Float[Array, "B Q D"]:
     """Attention of the rows ``x`` at positions ``pos`` over what :func:`keys_values` put into the cache."""

@@ -83,9 +83,10 @@ def draft(
         return out.astype(state.dtype), cache
 
     keys = keys if sampling(cfg.drafting, keys) else None
-    logits = functools.partial(model.logits, model.head(p, shared, cfg))
+    table = model.head(p, shared, cfg)
+    logits, best = (functools.partial(f, table) for f in (model.logits, model.best))
     ids = model.target_ids(cfg)
-    proposal, cache = serial.draft(k, dstate.feedback, dstate.cache, logits, advance, ids, ctx, keys)
+    proposal, cache = serial.draft(k, dstate.feedback, dstate.cache, logits, advance, ids, ctx, keys, best)
     return proposal, State(cache, dstate.feedback)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from specjax.core.cache import DenseKV
 from specjax.drafters.mtp_config import Config
 from specjax.drafters.serial import Place, row
-from specjax.layers import latent
+from specjax.layers import head as heads, latent
 from specjax.layers.attention import causal
 from specjax.layers.linear import linear
 from specjax.layers.norm import rms_norm, rms_norm_offset
@@ -159,6 +159,11 @@ def head(p: Weights, shared: Shared, cfg: Config) -> Float[Array, "Vd D"]:
 def logits(table: Float[Array, "Vd D"], state: Float[Array, "B D"]) -> Float[Array, "B Vd"]:
     """float32 logits over the draft vocabulary."""
     return linear(state.astype(table.dtype), table, out_dtype=jnp.float32)
+
+
+def best(table: Float[Array, "Vd D"], state: Float[Array, "B D"]) -> Int[Array, " B"]:
+    """The draft id with the largest of the :func:`logits`, which are not kept."""
+    return heads.best(state.astype(table.dtype), table, heads.Cap())[1]
 
 
 def target_ids(cfg: Config) -> Int[Array, " Vd"] | None:

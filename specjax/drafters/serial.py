@@ -65,16 +65,20 @@ def draft(
     ids: Int[Array, " Vd"] | None,
     ctx: Ctx,
     keys: Array | None,
+    best: Callable[[Float[Array, "B D"]], Int[Array, " B"]] | None = None,
 ) -> tuple[Proposal, Any]:
     """``k`` tokens per row in k - 1 passes, and the cache with what was fed in it.
 
     The first token comes from ``state``, that of the last committed pair. Pair i of the round is (state after i
     drafts, draft i) at position ``length - 2 + i``. ``ids``: target id of every draft id (None: the same). With
-    ``keys`` tokens are drawn and q is kept.
+    ``keys`` tokens are drawn and q is kept; without, ``best`` gives the draft id with the largest logit.
     """
 
     def choose(state, step):
-        token, q = pick(logits(state), keys, step, ctx.temperature)
+        if best is not None and (keys is None or ctx.temperature is None):
+            token, q = best(state), None
+        else:
+            token, q = pick(logits(state), keys, step, ctx.temperature)
         return (token if ids is None else ids[token]), q
 
     def one(carry, step):

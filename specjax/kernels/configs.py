@@ -197,3 +197,57 @@ def chip_of(platform: str) -> str:
         if chip.startswith("gfx") == (platform == "rocm")
         else {"cuda": "sm_90", "rocm": "gfx942"}[platform]
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A head of which the best id is wanted: ``rows`` of it for a program, ``depth`` columns at a time, ``warps``,
+    ``stages`` of reads under way."""
+
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+
+
+#: By chip and bytes of a number.
+HEAD: dict[str, dict[int, Head]] = {
+    "sm_90": {2: Head(64, 128, 4, 4), 4: Head(32, 32, 4, 4)},
+    "gfx942": {2: Head(64, 128, 4, 2), 4: Head(32, 32, 4, 2)},
+    "gfx950": {2: Head(64, 128, 4, 2), 4: Head(32, 32, 4, 2)},
+    "default": {2: Head(32, 64, 4, 2), 4: Head(32, 32, 4, 1)},
+}
+
+
+def head(chip: str, itemsize: int) -> Iterator[Head]:
+    """The tile for numbers of so many bytes, then such with fewer reads under way and less depth."""
+    found = HEAD[chip][itemsize]
+    yield found
+    for stages, depth in ((2, 64), (1, 32)):
+        yield dataclasses.replace(found, stages=min(found.stages, stages), depth=min(found.depth, depth))
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """DSpark's walk: ``rows`` of the table for a tile, at most so many ``programs``, ``warps``, ``stages``."""
+
+    rows: int
+    programs: int
+    warps: int
+    stages: int
+
+
+#: By chip: largest bytes of a row of the table -> tiles.
+WALK: dict[str, dict[int, Walk]] = {
+    "sm_90": {512: Walk(64, 256, 4, 2), 2048: Walk(16, 256, 4, 2)},
+    "gfx942": {512: Walk(32, 256, 4, 2), 2048: Walk(16, 256, 4, 1)},
+    "gfx950": {512: Walk(32, 256, 4, 2), 2048: Walk(16, 256, 4, 1)},
+    "default": {2048: Walk(16, 128, 4, 1)},
+}
+
+
+def walk(chip: str, width: int) -> Iterator[Walk]:
+    """Tiles for rows of so many bytes, then smaller ones."""
+    found = next(tile for most, tile in WALK[chip].items() if width <= most)
+    yield found
+    yield dataclasses.replace(found, rows=16, stages=1)

@@ -41,6 +41,8 @@ KERNELS: dict[str, str | None] = {
     "block_attention": "specjax.kernels.block_attention",
     "kv_injection": "specjax.kernels.kv_injection",
     "skinny": "specjax.kernels.skinny",
+    "head": "specjax.kernels.head",
+    "markov": "specjax.kernels.markov",
 }
 
 WANTED = ("auto", "pallas", "xla", "interpret")

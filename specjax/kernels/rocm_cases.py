@@ -13,8 +13,12 @@ from specjax.kernels import (
     configs,
     experts,
     grouped_experts,
+    head,
+    head_kernel,
     kv_injection,
     kv_injection_kernel,
+    markov,
+    markov_kernel,
     skinny,
     skinny_kernel,
 )
@@ -60,6 +64,19 @@ def attention(name: str, view: View | None = None, **changes) -> Case:
     # half a megabyte of sums per 64 rows: Hopper's registers are short by a few, outside of the loop over keys
     scratch = {"sm_90": 160} if case.padded == 512 else {}
     return Case(f"attention {name}", {"block_attention": True, "block_attention_join": False}, make, scratch)
+
+
+def decoding() -> list[Case]:
+    """What decoding calls beyond: plain steps and verified blocks of 8 rows, of Gemma 4 and of Qwen3.5."""
+    cached = functools.partial(attention, own=False)
+    window = View(1.0, True, window=1024)
+    return [
+        cached("plain step", View(128**-0.5, True), rows=1),
+        cached("plain step d512", View(1.0, True), rows=1, size=512, kv_heads=4),
+        cached("verify d256", View(256**-0.5, True), rows=8, size=256, heads=16, kv_heads=4),
+        cached("verify d512", View(1.0, True), rows=8, size=512, kv_heads=4),
+        cached("verify d256 in a ring", window, rows=8, size=256, kv_heads=16, ring=True, slots=1032),
+    ]
 
 
 def injection(tokens: int, **changes) -> Case:
@@ -125,6 +142,36 @@ def product(
     return Case(f"product {name}", {"skinny": dtype != jnp.float32}, make)
 
 
+def streamed(name: str, rows: int, vocab: int = 151936, dtype=jnp.bfloat16, **changes) -> Case:
+    """The head of an 8B model, of which the best ids are wanted."""
+    case = head_kernel.Case(rows, 4096, vocab, changes.pop("size", vocab), jnp.dtype(dtype), **changes)
+
+    def make(chip):
+        tile = next(configs.head(chip, case.dtype.itemsize))
+        return functools.partial(head_kernel.launch, case=case, tile=tile), *head.shapes(case)
+
+    return Case(f"head {name}", {"head": dtype != jnp.float32}, make)
+
+
+def walk(name: str, rank: int, **changes) -> Case:
+    """DSpark's walk over seven drafts."""
+    sizes = {
+        "batch": 1,
+        "drafts": 7,
+        "vocab": 151936,
+        "after": 151936,
+        "size": 151936,
+        "mapped": False,
+    } | changes
+    case = markov_kernel.Case(rank=rank, dtype=jnp.dtype(jnp.bfloat16), **sizes)
+
+    def make(chip):
+        plan = markov.plans(case, chip)[0]
+        return functools.partial(markov_kernel.launch, case=case, plan=plan), *markov.shapes(case)
+
+    return Case(f"walk {name}", {"markov": True}, make)
+
+
 def cases() -> list[Case]:
     """All of them."""
     verify = View(scale=128**-0.5, causal=True)
@@ -143,6 +190,7 @@ def cases() -> list[Case]:
         attention("window and soft cap", View(128**-0.5, False, window=1024, softcap=50.0)),
         attention("window from the anchor", View(128**-0.5, False, window=1024, window_from="anchor")),
         attention("ring", View(128**-0.5, True, window=1024), own=False, ring=True, slots=1040),
+        *decoding(),
     ]
     gemma = Heads(RopeConfig(128, 1e6, span=512), 1e-6, wide=True, value_norm=True)
     found += [injection(1), injection(8), injection(64), injection(256)]
@@ -163,5 +211,10 @@ def cases() -> list[Case]:
         product("gated of 64 rows", 64, **gated),
         product("float32", 8, dtype=jnp.float32),
         product("float32 gated", 16, dtype=jnp.float32, **gated),
+        streamed("of 8 rows", 8),
+        streamed("of 64 rows, capped, with probabilities", 64, size=151669, softcap=30.0, lse=True),
+        streamed("float32", 1, dtype=jnp.float32),
+        walk("of rank 256", 256),
+        walk("of rank 64 over 17 rows", 64, batch=17, drafts=2, after=32000, size=32000, mapped=True),
     ]
     return [*found, mixture(1), mixture(16), grouped(128), grouped(1024), grouped(2048)]

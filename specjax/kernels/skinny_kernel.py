@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from specjax.kernels.configs import LEAST as CHUNK, Product
+from specjax.kernels.head_kernel import load_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,12 +141,13 @@ def _tile(x_ref, norm_ref, weights, outs, squares_ref, at, case: Case, plan: Pla
     precision = jax.lax.Precision.HIGHEST if case.dtype == jnp.float32 else None
 
     def step(i, carry):
-        at = pl.ds(part * share + i * plan.depth, plan.depth)
+        start = part * share + i * plan.depth
+        at = pl.ds(start, plan.depth)
         tiles = [w[pl.ds(row, plan.rows), at] for w in weights]
         scale = None if norm_ref is None else norm_ref[at].astype(jnp.float32) + case.offset
         after = []
         for chunk, (sums, squares) in enumerate(carry):
-            x = _rows(x_ref, chunk, at, case, plan)
+            x = load_rows(x_ref, chunk * CHUNK, start, plan.depth, case.rows)
             if scale is not None:
                 wide = x.astype(jnp.float32)
                 squares = squares + wide * wide if scaled else squares
@@ -168,19 +170,6 @@ def _tile(x_ref, norm_ref, weights, outs, squares_ref, at, case: Case, plan: Pla
             inside = (at < case.rows) & (row == 0)
             at = jnp.where(inside, at, case.rows)
             triton.store(squares_ref.at[part, at], jnp.sum(squares, axis=1), mask=inside)
-
-
-def _rows(x_ref, chunk: int, at, case: Case, plan: Plan):
-    rows = pl.ds(chunk * CHUNK, CHUNK)
-    if (chunk + 1) * CHUNK <= case.rows:
-        return x_ref[rows, at]
-    token = chunk * CHUNK + jax.lax.broadcasted_iota(jnp.int32, (CHUNK, plan.depth), 0)
-    if chunk:  # a slice that begins inside and ends outside is moved by the interpreter
-        column = at.start + jax.lax.broadcasted_iota(jnp.int32, (CHUNK, plan.depth), 1)
-        return triton.load(
-            x_ref.at[jnp.minimum(token, case.rows - 1), column], mask=token < case.rows, other=0
-        )
-    return triton.load(x_ref.at[rows, at], mask=token < case.rows, other=0)
 
 
 def _store(ref, at: tuple, chunk: int, column, values, case: Case):

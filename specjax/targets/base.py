@@ -7,7 +7,8 @@ A target is a *module of functions* (or any object with these attributes), found
 Two more, where checkpoints hold more than the text model or name it otherwise: ``PREFIXES`` maps beginnings of
 tensor names in a file to what :func:`Target.abstract` calls them; ``skipped(cfg)`` maps beginnings of names
 (after that) which are not read to the reason. ``TIED = True`` where head and embedding are one array unless the
-config says otherwise.
+config says otherwise. ``best(p, cfg, hidden, lse)``: what :func:`specjax.layers.head.best` gives of the logits, where
+that can be had without keeping them.
 """
 
 from collections.abc import Mapping

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from specjax.layers.head import Best, Cap, best as best_token
 from specjax.layers.linear import linear
 from specjax.types import ArraySpec, Shared, TapSpec, TargetOut
 
@@ -58,6 +59,12 @@ def unembed(p: Any, cfg: Any, hidden: Float[Array, "*N D"]) -> Float[Array, "*N 
     """float32 logits."""
     del cfg
     return linear(hidden, p.embed if p.head is None else p.head, out_dtype=jnp.float32)
+
+
+def best(p: Any, cfg: Any, hidden: Float[Array, "*N D"], lse: bool = False) -> Best:
+    """Largest logit of every row, its id and the logsumexp, if asked for (:func:`specjax.layers.head.best`)."""
+    del cfg
+    return best_token(hidden, p.embed if p.head is None else p.head, Cap(), lse)
 
 
 def shared(p: Any, cfg: Any) -> Shared:

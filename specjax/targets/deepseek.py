@@ -17,15 +17,15 @@ from specjax.layers.attention import causal
 from specjax.layers.norm import rms_norm
 from specjax.layers.rope import rope_angles
 from specjax.layers.router import route_groups
-from specjax.targets.decoder import Weights, commit, outer_specs, shared, unembed, walk
+from specjax.targets.decoder import Weights, best, commit, outer_specs, shared, unembed, walk
 from specjax.targets.deepseek_config import Config, config
 from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
 from specjax.targets.llama import min_resume
 from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
-    "LOW_RANK_EPS", "PREFIXES", "Config", "Weights", "abstract", "abstract_layer", "choose_experts", "commit",
-    "config", "forward", "init_cache", "kv_view", "min_resume", "shared", "skipped", "unembed",
+    "LOW_RANK_EPS", "PREFIXES", "Config", "Weights", "abstract", "abstract_layer", "best", "choose_experts",
+    "commit", "config", "forward", "init_cache", "kv_view", "min_resume", "shared", "skipped", "unembed",
 ]  # fmt: skip
 
 #: The text part of a multimodal checkpoint; transformers 5.24 writes ``blocks`` where published files say ``layers``.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.core.cache import DenseKV, RingKV
+from specjax.layers.head import Best, Cap, best as best_token
 from specjax.layers.linear import linear
 from specjax.layers.rope import RopeConfig, rope_config
 from specjax.targets.decoder import slots_of
@@ -198,6 +199,11 @@ def unembed(p: Any, cfg: Any, hidden: Float[Array, "*N D"]) -> Float[Array, "*N 
     """float32 logits, soft-capped where the config says so."""
     logits = linear(hidden, p.embed if p.head is None else p.head, out_dtype=jnp.float32)
     return logits if cfg.softcap is None else cfg.softcap * jnp.tanh(logits / cfg.softcap)
+
+
+def best(p: Any, cfg: Any, hidden: Float[Array, "*N D"], lse: bool = False) -> Best:
+    """Largest logit of every row, its id and the logsumexp, if asked for (:func:`specjax.layers.head.best`)."""
+    return best_token(hidden, p.embed if p.head is None else p.head, Cap(softcap=cfg.softcap), lse)
 
 
 def shared(p: Any, cfg: Any) -> Shared:

@@ -18,13 +18,13 @@ from specjax.layers.norm import rms_norm_offset
 from specjax.layers.rope import rope_angles, rotate
 from specjax.targets import gemma
 from specjax.targets.decoder import Weights, commit, outer_specs, walk
-from specjax.targets.gemma import PREFIXES, TIED, Kind, min_resume, shared, unembed
+from specjax.targets.gemma import PREFIXES, TIED, Kind, best, min_resume, shared, unembed
 from specjax.targets.hf import check_config, text_part
 from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
-    "PREFIXES", "TIED", "Config", "Weights", "abstract", "commit", "config", "forward", "init_cache", "kv_view",
-    "min_resume", "shared", "skipped", "unembed",
+    "PREFIXES", "TIED", "Config", "Weights", "abstract", "best", "commit", "config", "forward", "init_cache",
+    "kv_view", "min_resume", "shared", "skipped", "unembed",
 ]  # fmt: skip
 
 _DEFAULTS = gemma.DEFAULTS | {

@@ -23,14 +23,14 @@ from specjax.layers.norm import rms_norm_wide
 from specjax.layers.rope import rope_angles, rotate
 from specjax.targets import gemma
 from specjax.targets.decoder import commit, slots_of
-from specjax.targets.gemma import PREFIXES, TIED, Kind, min_resume, shared, unembed
+from specjax.targets.gemma import PREFIXES, TIED, Kind, best, min_resume, shared, unembed
 from specjax.targets.gemma4_config import Config, config
 from specjax.targets.gemma4_weights import Gate, Inputs, Layer, Moe, Weights, abstract, skipped
 from specjax.types import KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
-    "PREFIXES", "TIED", "Config", "Weights", "abstract", "commit", "config", "forward", "init_cache", "kv_view",
-    "min_resume", "shared", "skipped", "unembed",
+    "PREFIXES", "TIED", "Config", "Weights", "abstract", "best", "commit", "config", "forward", "init_cache",
+    "kv_view", "min_resume", "shared", "skipped", "unembed",
 ]  # fmt: skip
 
 Cache = tuple[DenseKV | RingKV | ValueKV, ...]

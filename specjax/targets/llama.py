@@ -16,14 +16,14 @@ from specjax.layers.linear import linear, linears
 from specjax.layers.mlp import swiglu
 from specjax.layers.norm import Normed, rms_norm
 from specjax.layers.rope import RopeConfig, rope_angles, rope_config, rotate
-from specjax.targets.decoder import Weights, commit, outer_specs, shared, slots_of, unembed, walk
+from specjax.targets.decoder import Weights, best, commit, outer_specs, shared, slots_of, unembed, walk
 from specjax.targets.hf import check_config, only_full_attention
 from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
-    "FIXED", "KNOWN", "Config", "Layer", "Weights", "abstract", "attention_of", "attention_specs", "commit",
-    "common_config", "config", "forward", "init_cache", "kv_view", "min_resume", "output", "project", "run_layers",
-    "shared", "unembed",
+    "FIXED", "KNOWN", "Config", "Layer", "Weights", "abstract", "attention_of", "attention_specs", "best",
+    "commit", "common_config", "config", "forward", "init_cache", "kv_view", "min_resume", "output", "project",
+    "run_layers", "shared", "unembed",
 ]  # fmt: skip
 
 

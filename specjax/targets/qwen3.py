@@ -18,15 +18,15 @@ from specjax.layers.moe import route
 from specjax.layers.norm import rms_norm
 from specjax.layers.rope import rotate
 from specjax.targets import llama
-from specjax.targets.decoder import Weights, commit, shared, unembed
+from specjax.targets.decoder import Weights, best, commit, shared, unembed
 from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
 from specjax.targets.hf import check_config
 from specjax.targets.llama import init_cache, kv_view, min_resume, output
 from specjax.types import ArraySpec, Mode, TapSpec, TargetOut
 
 __all__ = [
-    "Config", "Weights", "abstract", "abstract_layer", "choose_experts", "commit", "config", "forward", "init_cache",
-    "keys_values", "kv_view", "min_resume", "mix", "output", "queries", "shared", "unembed",
+    "Config", "Weights", "abstract", "abstract_layer", "best", "choose_experts", "commit", "config", "forward",
+    "init_cache", "keys_values", "kv_view", "min_resume", "mix", "output", "queries", "shared", "unembed",
 ]  # fmt: skip
 
 

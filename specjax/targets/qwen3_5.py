@@ -23,14 +23,14 @@ from specjax.layers.linear import linear
 from specjax.layers.moe import route
 from specjax.layers.norm import rms_norm, rms_norm_offset
 from specjax.layers.rope import rope_angles, rotate
-from specjax.targets.decoder import Weights, commit, outer_specs, shared, slots_of, unembed, walk
+from specjax.targets.decoder import Weights, best, commit, outer_specs, shared, slots_of, unembed, walk
 from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
 from specjax.targets.qwen3_5_config import Config, config
 from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
-    "PREFIXES", "Config", "Weights", "abstract", "abstract_layer", "choose_experts", "commit", "config", "forward",
-    "init_cache", "keys_values", "kv_view", "min_resume", "mix", "output", "queries", "shared", "skipped",
+    "PREFIXES", "Config", "Weights", "abstract", "abstract_layer", "best", "choose_experts", "commit", "config",
+    "forward", "init_cache", "keys_values", "kv_view", "min_resume", "mix", "output", "queries", "shared", "skipped",
     "unembed",
 ]  # fmt: skip
 
