@@ -35,6 +35,13 @@ test-long: test test-rest  ## every test that needs no GPU
 rocm-check: $(VENV)/.stamp-test  ## compile every kernel for MI300X, MI355X and H100, without any of them
 	$(PY) -m specjax.kernels.rocm
 
+ROCM_OUT ?= benchmarks/results/$(shell date +%F)-rocm-compile/rounds.json
+rocm-round: $(VENV)/.stamp-install  ## compile whole decode programs by XLA's AMD compiler, without an AMD GPU; downloads 150 MB
+	$(PY) -m specjax.kernels.rocm_round --out $(ROCM_OUT)
+
+selftest: $(VENV)/.stamp-install  ## every kernel and every drafter on this machine's device
+	$(PY) -m specjax.selftest
+
 notebooks: $(VENV)/.stamp-test $(VENV)/.stamp-model  ## run the notebooks of examples
 	$(PY) -m pytest -n 0 tests/e2e/test_notebooks.py $(PYTEST_ARGS)
 
