@@ -29,7 +29,7 @@ def row(**changes) -> Row:
         "decode_ratio": Spread.of([rows.decode_speed(drafted) / rows.decode_speed(plain)]),
         "by_prompt": (2.0, 2.0, 2.0), "first_token_ms": 250.0, "plain_first_token_ms": 250.0,
         "call_ms": rows.call_ms(drafted), "plain_call_ms": rows.call_ms(plain), "busy": rows.busy(drafted),
-        "plain_busy": rows.busy(plain), "drift": 1.0,
+        "plain_busy": rows.busy(plain), "drift": Spread(1.0, 1.0, 1.0),
         "costs": Costs(plain_ms=200.0, round_ms=250.0, widths=((4, 1.0),), verify_ms=210.0, draft_ms=30.0),
         "checked": "greedy", "identical": 2, "near_ties": 0, "largest_gap": 0.0, "unexplained": 0, "target_bytes": 1,
         "drafter_bytes": 1, "state_bytes": 1, "peak_bytes": None, "compile_seconds": 1.0,

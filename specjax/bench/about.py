@@ -17,6 +17,8 @@ from specjax.core.programs import fill_caches
 from specjax.results import Completion
 from specjax.types import Params, tree_bytes
 
+#: Plain decoding of a batch varies by more than this factor: the machine did something else as well.
+UNEVEN = 1.3
 #: Differing prompts whose logit gap is looked at.
 LOOKED_AT = 8
 
@@ -84,6 +86,11 @@ def notes_of(row: Row, made: Batches) -> list[str]:
         )
     if row.unexplained:
         notes.append(f"{row.unexplained} differing prompt(s) without a logit gap that was looked at")
+    if row.drift.high > UNEVEN * row.drift.low:
+        notes.append(
+            f"the machine was uneven: plain decoding of a batch took {row.drift.low:.2f} to {row.drift.high:.2f} times "
+            "as long as before"
+        )
     if row.costs is not None and row.gap is not None and abs(row.gap) > 0.1:
         notes.append(
             f"tau / R and the measured speed-up differ by {row.gap:+.0%}; a round took {row.call_ms:.2f} ms in decoding"

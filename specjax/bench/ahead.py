@@ -1,11 +1,12 @@
-"""Everything that several N of a drafter need, compiled side by side: on a machine with many cores that takes about as
-long as the slowest program, where one row after the other would wait for each."""
+"""Everything that several rows of a drafter need, compiled side by side: on a machine with many cores that takes about
+as long as the slowest program, where one row after the other would wait for each."""
 
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 
@@ -26,22 +27,27 @@ def threads() -> int:
 
 
 def compile_ahead(
-    params: Params, made: Batches, ks: Sequence[int], rule: str | None, parts: bool, at_once: int
-) -> dict[int, float]:
-    """Compile what rows of ``ks`` drafts run; seconds per k, verification alone aside (all drafters share it).
+    params: Params, asked: Mapping[Hashable, tuple[Batches, int]], rule: str | None, parts: bool, at_once: int
+) -> dict[Any, float]:
+    """Compile what rows run, each given by its batches and k; seconds per row, verification alone aside (all drafters
+    share it).
 
     Nothing is decoded. What is compiled already costs nothing.
     """
-    planned = {k: calls.plan(params, made.ids[0], **made.options(0, k=k, rule=rule)) for k in ks}
-    work: list[tuple[int | None, Job]] = [(k, job) for k in ks for job in _jobs(planned[k], made, parts)]
-    if parts:
-        widths = {w: call for call in planned.values() for w in (*call.program.widths, call.program.k)}
-        work += [(None, functools.partial(_verifying, call, w)) for w, call in widths.items()]
-    seconds = dict.fromkeys(ks, 0.0)
+    work: list[tuple[Hashable, Job]] = []
+    shared: dict[Any, Job] = {}
+    for key, (made, k) in asked.items():
+        call = calls.plan(params, made.ids[0], **made.options(0, k=k, rule=rule))
+        work += [(key, job) for job in _jobs(call, made, parts)]
+        for width in (*call.program.widths, k) if parts else ():
+            part = alone.verifying(params, call.program, width)
+            shared[(part.name, part.engine.program)] = functools.partial(part.compiled, call.jobs)
+    work += [(None, job) for job in shared.values()]
+    seconds: dict[Any, float] = dict.fromkeys(asked, 0.0)
     with ThreadPoolExecutor(at_once, "specjax-compile") as pool:
-        for k, spent in pool.map(lambda one: (one[0], _seconds(one[1])), work):
-            if k is not None:
-                seconds[k] += spent
+        for key, spent in pool.map(lambda one: (one[0], _seconds(one[1])), work):
+            if key is not None:
+                seconds[key] += spent
     return seconds
 
 
@@ -54,15 +60,11 @@ def _seconds(job: Job) -> float:
 def _jobs(call: Call, made: Batches, parts: bool) -> list[Job]:
     """Functions that compile one program each."""
     program, weights = call.program, (call.params.target, call.params.drafter)
+    engine = Engine(program, weights)
     host = host_state(program, alone.padded(program, call.jobs))
     state = jax.eval_shape(lambda: fill_caches(program, host))
-    engine = Engine(program, weights)
     jobs: list[Job] = [functools.partial(engine.compile_rounds, state, "device")]
     jobs += [functools.partial(engine.compile_prefill, state, width) for width in made.widths]
-    if parts:
-        return [*jobs, lambda: alone.drafting(call.params, program, call.jobs)]
-    return [*jobs, lambda: engine.init(host)]
-
-
-def _verifying(call: Call, width: int) -> None:
-    alone.verifying(call.params, call.program, call.jobs, width)
+    if parts:  # and what fills the caches
+        return [*jobs, functools.partial(alone.drafting(call.params, program).compiled, call.jobs)]
+    return [*jobs, functools.partial(alone.compile_init, engine, host)]

@@ -22,7 +22,7 @@ from specjax.calls import plan
 from specjax.config import Program
 from specjax.core import round as rnd
 from specjax.core.loop import Job, host_state, prefill_rows
-from specjax.core.programs import Engine
+from specjax.core.programs import Engine, fill_caches
 from specjax.identity import without_drafter
 from specjax.kernels import dispatch
 from specjax.types import Emit, Pair, Params, Proposal, State
@@ -60,8 +60,8 @@ def costs(
         return whole
     params, options = drafted
     ask = plan(params, batches[0], **options)
-    loops: dict[Any, Loop] = {w: verifying(params, ask.program, ask.jobs, w) for w, _ in shares}
-    loops["draft"] = drafting(params, ask.program, ask.jobs)
+    loops: dict[Any, Loop] = {w: verifying(params, ask.program, w).loop(ask.jobs) for w, _ in shares}
+    loops["draft"] = drafting(params, ask.program).loop(ask.jobs)
     ms = in_turn(loops, repeats)
     return dataclasses.replace(
         whole, verify_ms=sum(share * ms[w] for w, share in shares), draft_ms=ms["draft"]
@@ -141,28 +141,48 @@ def in_turn(loops: Mapping[Any, Loop], repeats: int) -> dict[Any, float]:
     return {name: 1e3 * statistics.median(values) for name, values in found.items()}
 
 
-def verifying(params: Params, program: Program, jobs: Sequence[Job], width: int) -> Loop:
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of a round: what a turn of it is, and the engine whose program it belongs to."""
+
+    name: str
+    engine: Engine
+    turn: Callable[..., State]
+    k: int
+
+    def compiled(self, jobs: Sequence[Job]) -> Any:
+        """The compiled loop, kept with the engine's programs, and what makes its state; allocates nothing."""
+        program, weights = self.engine.program, self.engine.weights
+        state = compile_init(self.engine, _halfway(program, jobs))
+        turns = functools.partial(_turns, self.turn, program, self.k)
+        return self.engine._get(self.name, turns, (1,), weights, state, jax.ShapeDtypeStruct((), jnp.int32))
+
+    def loop(self, jobs: Sequence[Job]) -> Loop:
+        """The loop over rows of ``jobs``."""
+        run = functools.partial(self.compiled(jobs), self.engine.weights)
+        return Loop(run, self.engine.init(_halfway(self.engine.program, jobs)))
+
+
+def compile_init(engine: Engine, host: State) -> State:
+    """Compile what fills an engine's caches; shapes of the state."""
+    program = engine.program
+    engine._get("init", lambda h: fill_caches(program, h), (), host)
+    return jax.eval_shape(lambda: fill_caches(program, host))
+
+
+def verifying(params: Params, program: Program, width: int) -> Part:
     """The target's pass over ``width`` drafts and the last committed token, acceptance and commit; c(width + 1).
 
-    ``program`` and ``jobs``: of a planned call, whose rows, buffer and sampling options count, not its drafter.
+    ``program``: of a planned call, whose rows, buffer and sampling options count, not its drafter.
     """
     pair = without_drafter(params).meta.pair
     alone = dataclasses.replace(program, pair=pair, k=max(width, ROOM), rule="match", logprobs=False)
-    return _loop(f"verify {width} alone", _verify, Engine(alone, (params.target, None)), width, jobs)
+    return Part(f"verify {width} alone", Engine(alone, (params.target, None)), _verify, width)
 
 
-def drafting(params: Params, program: Program, jobs: Sequence[Job]) -> Loop:
+def drafting(params: Params, program: Program) -> Part:
     """The drafter's pass for the program's ``k`` drafts; D(k)."""
-    engine = Engine(program, (params.target, params.drafter))
-    return _loop("draft alone", _draft, engine, program.k, jobs)
-
-
-def _loop(name: str, turn: Callable[..., State], engine: Engine, k: int, jobs: Sequence[Job]) -> Loop:
-    """A loop of turns, compiled; kept with the engine's programs."""
-    state = engine.init(_halfway(engine.program, jobs))
-    turns = functools.partial(_turns, turn, engine.program, k)
-    compiled = engine._get(name, turns, (1,), engine.weights, state, jnp.int32(1))
-    return Loop(functools.partial(compiled, engine.weights), state)
+    return Part("draft alone", Engine(program, (params.target, params.drafter)), _draft, program.k)
 
 
 def _turns(turn: Callable[..., State], program: Program, k: int, weights, state: State, n) -> State:

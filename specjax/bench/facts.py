@@ -30,10 +30,11 @@ def facts() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Short hash of the checkout that runs, with "+changes" where tracked files differ; None outside of one."""
+    """Short hash of the checkout that runs, with "+changes" where tracked files differ; outside of one, what
+    ``SPECJAX_COMMIT`` says, or None."""
     folder = Path(specjax.__file__).parent.parent
     if not (folder / ".git").exists():
-        return None
+        return os.environ.get("SPECJAX_COMMIT")
 
     def ask(*words: str) -> str:
         return subprocess.run(

@@ -216,8 +216,6 @@ class _Run:
         plain = [rows.scaled(then, now) for now in self.plain_timed]
         pairs = list(zip(self.timed, plain, strict=True))
         drafted = [t for turn in self.timed for t in turn]
-        seconds = [sum(t.seconds for t in turn.values()) for turn in self.plain_timed]
-        before = [sum(then[i].seconds for i in turn) for turn in self.plain_timed]
         plain_all = [t for turn in plain for t in turn]
         each = [
             rows.speed([turn[i] for turn, _ in pairs]) / rows.speed([other[i] for _, other in pairs])
@@ -238,7 +236,9 @@ class _Run:
             "plain_call_ms": rows.call_ms(plain_all),
             "busy": rows.busy(self.timed[0]),
             "plain_busy": rows.busy(then),
-            "drift": sum(seconds) / sum(before),
+            "drift": Spread.of(
+                [t.seconds / then[i].seconds for turn in self.plain_timed for i, t in turn.items()]
+            ),
             "plain_compile_seconds": self.compiled[0],
             "compile_seconds": self.compiled[1],
         }

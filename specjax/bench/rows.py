@@ -100,7 +100,7 @@ class Row:
         ``first_token_ms``, ``plain_first_token_ms``: time to first token, median over batches. ``call_ms``,
         ``plain_call_ms``: a round as decoding takes it, the host's part included (``costs`` has the device's).
         ``busy``, ``plain_busy``: share of a batch's rows that were still decoding, mean over its rounds (1 at batch
-        1). ``drift``: time that plain decoding took in this row by the time it took when its answers were made.
+        1). ``drift``: time that plain decoding of a batch took in this row by the time it took when it was answered.
     Cost model:
         ``costs``; ``predicted``: tau / R, times busy / plain_busy; ``gap`` to ``decode_ratio``.
     Identity with plain decoding:
@@ -142,7 +142,7 @@ class Row:
     plain_call_ms: float
     busy: float
     plain_busy: float
-    drift: float
+    drift: Spread
     costs: Costs | None
     checked: str
     identical: int
@@ -195,7 +195,7 @@ class Row:
         return cls(**{key: _tuples(v) if isinstance(v, list) else v for key, v in values.items()})
 
 
-SPREADS = ("speed", "plain_speed", "ratio", "decode_ratio")
+SPREADS = ("speed", "plain_speed", "ratio", "decode_ratio", "drift")
 
 
 def _rebuilt(cls: type, data: Mapping[str, Any]) -> Any:

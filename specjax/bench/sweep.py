@@ -1,8 +1,9 @@
 """``specjax.sweep``: methods x data sets x N (x batch x temperature), a row at a time, to be resumed at will.
 
-Rows follow one another so that little is compiled: data sets share buffer and prefill width, hence programs, and go
-round fastest. Plain decoding answers a data set once, right before the first row that needs it; every row decodes some
-of its batches again, in turn with its own, which says how much slower or faster the machine is by then.
+Rows follow one another so that little is compiled and loaded: methods go round slowest, data sets, which share buffer
+and prefill width, hence programs, fastest. Plain decoding answers a data set once, right before the first row that
+needs it; every row decodes some of its batches again, in turn with its own, which says how much slower or faster the
+machine is by then.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from specjax.bench.facts import facts
 from specjax.bench.measure import Plain
 from specjax.bench.rows import Row, Timed
 from specjax.bench.run import values
-from specjax.bench.setting import PREFILL, Setting, batches
+from specjax.bench.setting import PREFILL, Batches, Setting, batches
 from specjax.bench.store import Store
 from specjax.bench.table import Table
 from specjax.config import positive, prefill_bucket, token_bucket
@@ -108,9 +109,9 @@ def _listed(given: Any) -> list[Any]:
 
 def _tasks(sweeping: "Sweep", k: Any, batch: Any, temperature: Any, repeats: int) -> Iterator[Task]:
     """Rows in the order in which they are measured."""
-    for b in values("batch", batch):
-        for t in values("temperature", temperature):
-            for contender in sweeping.contenders:
+    for contender in sweeping.contenders:
+        for b in values("batch", batch):
+            for t in values("temperature", temperature):
                 for width in values("k", k):
                     for data in sweeping.sets:
                         yield Task(contender.name, data.name, _width(width), b, float(t), repeats)
@@ -146,10 +147,11 @@ class Sweep:
     threads: Callable[[], int] = ahead.threads
 
     def __post_init__(self) -> None:
-        self.began, self.longest = time.perf_counter(), 0.0
+        self.began, self.longest, self.ahead = time.perf_counter(), 0.0, 0.0
         self._plain: dict[str, Plain] = {}
         self._loaded: tuple[str, Params] | None = None
-        self._compiled: dict[tuple[Any, ...], float] = {}  # seconds, by method, k, batch, temperature
+        self._compiled: dict[tuple[Any, ...], float] = {}  # seconds, by what programs depend on
+        self._prepared: set[str] = set()
         template = {name: self.options.get(name) for name in ("chat_template", "chat_template_kwargs")}
         lengths = [
             len(ids)
@@ -184,33 +186,39 @@ class Sweep:
         for number, task in enumerate(tasks, 1):
             if task.key in self.store.rows.found:
                 continue
-            spent = time.perf_counter() - self.began
-            if seconds is not None and spent + self.longest > seconds:
+            spent, together = time.perf_counter() - self.began, self._together(task, tasks[number - 1 :])
+            if seconds is not None and spent + self.longest + (self.ahead if together else 0.0) > seconds:
                 return False
             say(f"row {number} of {len(tasks)}: {task.key}")
+            if together:
+                self._ahead(together)
+                self._prepared.add(task.method)
             began = time.perf_counter()
-            self._ahead(task, tasks[number - 1 :])
             self._row(task)
             self.longest = max(self.longest, time.perf_counter() - began)
         return True
 
-    def _ahead(self, task: Task, tasks: Sequence[Task]) -> None:
-        """Compile for every k that this method still has to do at this batch size, side by side; with few processors
-        programs are compiled when they are needed."""
-        at_once, mine = self.threads(), (task.method, task.batch, task.temperature)
-        if at_once < 2 or (*mine, task.k) in self._compiled or task.k == "auto":
-            return
-        params = self._drafter(task.method)
-        left = [
-            t
-            for t in tasks
-            if (t.method, t.batch, t.temperature) == mine and t.key not in self.store.rows.found
-        ]
-        ks = {t.k: self._k(t) for t in left if t.k != "auto"}
-        numbers = [int(k) for k in dict.fromkeys(ks.values()) if _impossible(params, k) is None]
-        made = batches(params, self._prompts(task), Setting(**self._setting(task)))
-        seconds = compile_ahead(params, made, numbers, self.options.get("rule"), self.parts, at_once)
-        self._compiled |= {(*mine, name): seconds.get(int(k), 0.0) for name, k in ks.items()}
+    def _ahead(self, tasks: Sequence[Task]) -> None:
+        """Compile for everything that a method still has to do, side by side."""
+        began, params = time.perf_counter(), self._drafter(tasks[0].method)
+        asked: dict[Any, tuple[Batches, int]] = {}
+        for task in tasks:
+            k = self._shape(task)[1]
+            if isinstance(k, int) and _impossible(params, k) is None:
+                asked.setdefault(self._shape(task), (self._batches(task), k))
+        self._compiled |= compile_ahead(params, asked, self.options.get("rule"), self.parts, self.threads())
+        self.ahead = max(self.ahead, time.perf_counter() - began)
+
+    def _together(self, task: Task, tasks: Sequence[Task]) -> list[Task]:
+        """Rows of a method to compile for before its first one; none where few processors would only do it in turn."""
+        if self.threads() < 2 or task.method in self._prepared:
+            return []
+        return [t for t in tasks if t.method == task.method and t.key not in self.store.rows.found]
+
+    def _shape(self, task: Task) -> tuple[str, int | str, int, float]:
+        """What the programs of a row depend on; k stays "best" while nothing is known of it."""
+        row = self.table(False).best(task.method, task.dataset) if task.k == BEST else None
+        return (task.method, task.k if row is None else row.k, task.batch, task.temperature)
 
     def _row(self, task: Task) -> None:
         """Measure one row and keep it."""
@@ -234,11 +242,7 @@ class Sweep:
 
     def _spent(self, task: Task) -> float:
         """Seconds that compiling ahead took for a row: told by the first row that needs the programs."""
-        key = (task.method, task.batch, task.temperature, task.k)
-        seconds = self._compiled.get(key, 0.0)
-        if key in self._compiled:
-            self._compiled[key] = 0.0
-        return seconds
+        return self._compiled.pop(self._shape(task), 0.0)
 
     def _more(self) -> dict[str, Any]:
         return {name: value for name, value in self.options.items() if name not in _SETTING}
@@ -255,6 +259,9 @@ class Sweep:
 
     def _prompts(self, task: Task) -> list[Any]:
         return list(next(one for one in self.sets if one.name == task.dataset).prompts)
+
+    def _batches(self, task: Task) -> Batches:
+        return batches(self.params, self._prompts(task), Setting(**self._setting(task)))
 
     def _drafter(self, name: str) -> Params:
         """Params with a drafter; the one before is let go."""
@@ -281,7 +288,7 @@ class Sweep:
         key = f"{task.dataset} batch={task.batch} t={task.temperature:g}"
         if key not in self._plain:
             wanted = Setting(**setting)
-            made = batches(self.params, self._prompts(task), wanted)
+            made = self._batches(task)
             kept = self.store.plain.found.get(key)
             if kept is None:
                 plain = self.plain_answers(self.params, self._prompts(task), wanted)

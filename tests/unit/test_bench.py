@@ -172,9 +172,9 @@ def test_a_row_for_real():
     prompts = [[3], [9, 8, 7, 6, 5, 4, 3, 2, 1], [1, 2, 3]]
     shapes = {"max_len": 64, "prefill_chunk": 16}
     made = batches(params, prompts, Setting(batch=2, max_new_tokens=12, **shapes))
-    seconds = compile_ahead(params, made, [3], None, True, 2)
+    seconds = compile_ahead(params, {"row": (made, 3)}, None, True, 2)
     before = programs.compile_count()
-    assert seconds[3] > 0
+    assert seconds["row"] > 0
     right = measuring.measure(params, prompts, 3, **asked, **shapes)
     assert programs.compile_count() == before + 3  # plain decoding's alone: state, prefill, rounds
     assert (right.prompts, right.identical, right.checked, right.rule) == (2, 2, "greedy", "match")
