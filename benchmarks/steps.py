@@ -7,7 +7,8 @@ Weights are random and made on the device; the programs are those that decode, b
 ``steps_run.py``). Every time is a median over turns in which all methods of a group (a shape, a batch, a context) take
 part one after the other; R is the time over that of a plain step of the same turns. ``model_ms`` is what the bytes that
 have to be read take at the speed of a copy measured in the same run. c(w) verifies given drafts with no drafter; on
-mixtures of experts it is measured for blocks of fewer different tokens as well, with the distinct experts they hit.
+mixtures of experts it is measured for blocks of fewer different tokens as well, with the distinct experts they hit
+(``experts_counted``; in other rows as many as tokens would hit that chose on their own).
 ``host_ms`` is what a round takes in the decoding loop beyond its device call.
 
 Groups come in the order of the limits they decide. Results are written after every group; a file that is there is
@@ -49,6 +50,11 @@ class Group:
     batch: int
     context: int
     methods: tuple[str, ...]
+    ragged: bool = False  # rows from an eighth of the context up to it
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}/b{self.batch}/{self.context}{'r' if self.ragged else ''}"
 
 
 _FIRST = ("c8", "c16", "dflash-7", "dflash-15", "eagle3-3", "eagle3-5")
@@ -82,6 +88,7 @@ def default_groups() -> list[Group]:
         Group("qwen3-8b", b, n, _WIDE) for b, n in ((8, 1024), (32, 1024), (8, 8192), (8, 2048), (32, 2048))
     ]
     found += [Group(shape, 1, 1024, methods) for shape, methods in _MIXED.items()]
+    found += [Group("qwen3-8b", 32, 8192, _WIDE, ragged=True)]
     found += [
         Group("qwen3-8b", b, n, _WIDE) for b, n in ((32, 8192), (8, 32768), (1, 8192), (1, 2048), (1, 32768))
     ]
@@ -99,7 +106,7 @@ def groups(args: argparse.Namespace) -> list[Group]:
     methods = tuple(args.methods.split(",")) if args.methods else _FIRST
     sizes = lambda text, default: [int(x) for x in (text or default).split(",")]  # noqa: E731
     return [
-        Group(shape, batch, context, methods)
+        Group(shape, batch, context, methods, args.ragged)
         for shape in shapes
         for batch in sizes(args.batches, "1")
         for context in sizes(args.contexts, "1024")
@@ -142,7 +149,7 @@ class Book:
 
 
 def key(group: Group, how: str) -> str:
-    return f"{group.shape}/b{group.batch}/{group.context}/{how}"
+    return f"{group.name}/{how}"
 
 
 def run_group(
@@ -152,11 +159,13 @@ def run_group(
     made: dict[str, Any] = {}
     for name in ("plain", *wanted):
         try:
-            made[name] = steps_run.Contender(target, method(name), group.batch, group.context, args.room)
+            made[name] = steps_run.Contender(
+                target, method(name), group.batch, group.context, args.room, group.ragged
+            )
         except ValueError as error:
             _failed(book, group, name, error)
     made, passes, counts = _compiled(made, group, book, args)
-    say(group.shape, f"batch {group.batch}, context {group.context}: compiled", ", ".join(made))
+    say(group.name, "is compiled:", ", ".join(made))
     if "plain" not in made:
         return
     ms: dict[str, list[float]] = {name: [] for name in made}
@@ -204,7 +213,9 @@ def dry(group: Group, args: argparse.Namespace) -> None:
         group.shape, tiny(hf) if args.tiny else hf, jnp.dtype(args.dtype), shapes_only=True
     )
     for name in ("plain", *group.methods):
-        contender = steps_run.Contender(target, method(name), group.batch, group.context, args.room)
+        contender = steps_run.Contender(
+            target, method(name), group.batch, group.context, args.room, group.ragged
+        )
         sizes = contender.bytes()
         gib = [f"{x / 2**30:.2f}" for x in (*sizes, sum(sizes))]
         say(key(group, name), "weights {}, state {}, a round {}: {} GiB".format(*gib))
@@ -261,9 +272,11 @@ def _row(
     speed = None if tau is None else 1e3 * group.batch * tau / statistics.median(ms)
     return {
         "key": key(group, name), "shape": group.shape, "batch": group.batch, "context": group.context,
+        "ragged": group.ragged,
         "method": how.name, "k": how.k, "ms": statistics.median(ms), "quartiles": [quarters[0], quarters[2]],
         "runs": len(ms), "plain_ms": plain, "R": statistics.median(ms) / plain, "bytes": dataclasses.asdict(size),
         "model_ms": 1e3 * size.total / copy, "copy_bytes_per_second": copy, "distinct_experts": most,
+        "experts_counted": hit is not None,
         "forced_tau": tau, "tokens_per_second": speed,
         "dtype": contender.program.dtype, "commit": common.commit(),
     }  # fmt: skip
@@ -319,6 +332,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--batches")
     parser.add_argument("--contexts")
+    parser.add_argument("--ragged", action="store_true", help="rows from an eighth of the context up to it")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no group after this time")
     parser.add_argument("--groups", type=int, default=10**6, help="at most so many groups")
     parser.add_argument("--repeats", type=int, default=5)

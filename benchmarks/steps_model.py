@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from steps_run import Contender
 from steps_shapes import Method
 
@@ -33,12 +34,15 @@ def round_bytes(contender: Contender, distinct: float | None) -> Bytes:
     """Bytes of a round; ``distinct``: experts of a layer that its block hits on average."""
     target, drafter = contender.engine.weights
     dense, per_expert = _target(target)
-    state, context, batch = contender.shapes, contender.context, contender.batch
-    cache = sum(_cache(x, context, batch) for x in _caches(state.target))
-    own = sum(_cache(x, context, batch) for x in _caches(state.drafter))
+    state, contexts = contender.shapes, contender.contexts
+    cache = sum(_cache(x, contexts) for x in _caches(state.target))
+    own = sum(_cache(x, contexts) for x in _caches(state.drafter))
     head = getattr(target, "head", None)
     head = tree_bytes(target.embed if head is None else head)
     passes = 1 if contender.how.name in ("dflash", "dspark") else contender.how.k
+    ids = getattr(contender.program.pair.drafter_cfg, "draft_ids", None)
+    if ids is not None:  # a head of fewer rows
+        head = head * len(ids) // contender.program.pair.target_cfg.vocab_size
     drafting = passes * (_drafter(drafter, head) + own) if drafter is not None else 0
     return Bytes(dense, round(per_expert * (distinct or 0)), cache, drafting)
 
@@ -74,14 +78,14 @@ def _caches(tree: Any) -> list[Any]:
     return [x for x in leaves if isinstance(x, kinds)]
 
 
-def _cache(cache: Any, context: int, batch: int) -> int:
-    """Bytes that a round reads: the context's, the window's, or a state that is read and written."""
+def _cache(cache: Any, contexts: np.ndarray) -> int:
+    """Bytes that a round reads: each row's context or window, or a state that is read and written."""
     if isinstance(cache, Recurrent):
         return 2 * tree_bytes(cache.state) + tree_bytes(cache.tape)
     slots = cache.v.shape[2]
-    live = min(context, slots)
+    live = float(np.minimum(contexts, slots).mean())
     held = cache.v if isinstance(cache, ValueKV) else (cache.k, cache.v)
-    return tree_bytes(held) * live // slots
+    return round(tree_bytes(held) * live / slots)
 
 
 @dataclasses.dataclass(frozen=True)

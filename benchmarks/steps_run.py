@@ -121,15 +121,20 @@ class Target:
 class Contender:
     """One method on one shape, batch and context: its compiled rounds, and states to run them on."""
 
-    def __init__(self, target: Target, how: Method, batch: int, context: int, room: int = ROOM):
+    def __init__(
+        self, target: Target, how: Method, batch: int, context: int, room: int = ROOM, ragged: bool = False
+    ):
         self.how, self.batch, self.context, self.room = how, batch, context, room
+        least = context // 8 if ragged else context
+        self.contexts = np.linspace(least, context, batch).astype(int) if batch > 1 else np.array([context])
         params = target.params(how)
         tokens = 5 + np.arange(PERIOD)[None] * 97 + 13 * np.arange(batch)[:, None]
         text = tokens[:, np.arange(context) % PERIOD] % target.cfg.vocab_size
         text[:, 0] = how.k + 1  # different tokens in a verified block, for "c"
         options = {} if how.name == "plain" else {"k": how.k}
+        prompts = [row[:n].tolist() for row, n in zip(text, self.contexts, strict=True)]
         self.call = plan(
-            params, text.tolist(), max_new_tokens=room, rows=batch, ignore_eos=True, verbose=False, **options
+            params, prompts, max_new_tokens=room, rows=batch, ignore_eos=True, verbose=False, **options
         )
         self.program = dataclasses.replace(self.call.program, rows=batch)
         self.engine = Engine(self.program, (params.target, params.drafter))

@@ -53,6 +53,19 @@ def test_bytes_of_real_shapes(steps):
         assert found == pytest.approx((dense, experts), rel=0.02), shape
 
 
+def test_ideal_round_costs(steps):
+    """By bytes alone, as they follow from an 8B model's sizes."""
+    target = steps.run.Target(
+        "qwen3-8b", steps.shapes.SHAPES["qwen3-8b"], jnp.dtype("bfloat16"), shapes_only=True
+    )
+    total = {}
+    for text in ("plain", "c8", "dflash-7", "eagle3-3", "mtp-3", "mtp32k-3"):
+        contender = steps.run.Contender(target, steps.shapes.method(text), 1, 1024)
+        total[text] = steps.model.round_bytes(contender, None).total
+    ideal = {"c8": 1.0, "dflash-7": 1.22, "eagle3-3": 1.15, "mtp-3": 1.33, "mtp32k-3": 1.14}
+    assert {name: total[name] / total["plain"] for name in ideal} == pytest.approx(ideal, abs=0.02)
+
+
 def test_every_method_has_a_drafter_of_its_size(steps):
     """Where the target has one at all: about the published number of weights."""
     weights = {}
