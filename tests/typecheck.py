@@ -29,8 +29,10 @@ def once_per_kind(fn: Any = None, *, typechecker: Callable) -> Any:
     """``jaxtyping.jaxtyped``, for as long as the import hook asks it to check the same thing again."""
     if fn is None:
         return functools.partial(once_per_kind, typechecker=typechecker)
+    if inspect.isclass(fn) or getattr(fn, "__name__", "") == "__init__":
+        return fn
     if not inspect.isfunction(fn):
-        return fn if inspect.isclass(fn) else _jaxtyped(fn, typechecker=typechecker)
+        return _jaxtyped(fn, typechecker=typechecker)
     checked, seen = _jaxtyped(fn, typechecker=typechecker), set()
 
     @functools.wraps(fn)
@@ -39,7 +41,7 @@ def once_per_kind(fn: Any = None, *, typechecker: Callable) -> Any:
         try:
             kind = _kind(args, kwargs)
             known = kind in seen
-        except (TypeError, ValueError):  # what has no hash, or no order, or can be walked through but once
+        except TypeError:  # something has no hash
             return checked(*args, **kwargs)
         if known:
             return fn(*args, **kwargs)
@@ -51,10 +53,16 @@ def once_per_kind(fn: Any = None, *, typechecker: Callable) -> Any:
 
 
 def _kind(args: tuple, kwargs: dict) -> Any:
-    if any(hasattr(x, "__next__") for x in (*args, *kwargs.values())):
-        raise TypeError
-    leaves, tree = jax.tree.flatten((args, kwargs))
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_whole)
     return tree, tuple(map(_leaf, leaves))
+
+
+def _whole(x: Any) -> bool:
+    """What JAX must not take apart: it walks through iterators, and loses count of Python's stack (jaxlib 0.10) where
+    it fails to sort the keys of a dict."""
+    if isinstance(x, dict):
+        return {*map(type, x)} not in (set(), {str}, {int})
+    return hasattr(type(x), "__next__")
 
 
 def _leaf(x: Any) -> Any:
@@ -62,4 +70,6 @@ def _leaf(x: Any) -> Any:
         return type(x), getattr(x, "shape", None), dtype
     if isinstance(x, (int, float, str, bytes)) or dataclasses.is_dataclass(x):
         return type(x), x
+    if _whole(x):
+        raise TypeError
     return type(x)

@@ -1,6 +1,7 @@
 """What the tests check of annotations: every kind of call, once."""
 
 import dataclasses
+import sys
 from collections.abc import Iterable
 
 import jax
@@ -64,15 +65,21 @@ def test_what_is_traced_is_checked():
 
 
 @typecheck.once_per_kind(typechecker=typecheck.functions_only)
+def length(x: dict) -> int:
+    return len(x)
+
+
+@typecheck.once_per_kind(typechecker=typecheck.functions_only)
 def total(rows: Iterable[Float[Array, " D"]], start: int = 0) -> int:
     return sum((row.shape[0] for row in rows), start)
 
 
 def test_what_has_no_hash_is_checked_every_time():
-    odd = {"more": 0, "set": Setting()}
-    assert summed(X, WEIGHT, odd).shape == summed(X, WEIGHT, odd).shape
-    with pytest.raises(TypeCheckError, match="weight"):
-        summed(X, jnp.ones(4), odd)
+    for odd in ({"more": 0, "set": Setting()}, {"more": 0, 1: 0}, {None: {"a": 0, 2: 1}}):
+        for _ in range(sys.getrecursionlimit()):  # levels of the stack that are lost would add up
+            assert length(odd) == len(odd)
+        with pytest.raises(TypeCheckError, match="weight"):
+            summed(X, jnp.ones(4), odd)
     assert [total(iter(X)), total(row for row in X), total(rows=(row for row in X))] == [6, 6, 6]
     with pytest.raises(TypeCheckError, match="start"):
         total(iter(X), "1")
