@@ -94,7 +94,7 @@ def kernels(fn: Callable, *shapes, platform: str = "rocm", chip: str = "gfx942")
     with device(chip), compiling():
         lowered = jax.jit(fn).trace(*shapes).lower(lowering_platforms=(platform,))
     found: dict[tuple, Kernel] = {}
-    for op in _walk(lowered.compiler_ir("stablehlo").operation):
+    for op in walk(lowered.compiler_ir("stablehlo").operation):
         if op.name == "stablehlo.custom_call" and _text(op.attributes["call_target_name"]) == TARGET:
             kernel, key = _kernel(op.attributes["mhlo.backend_config"])
             found.setdefault(key, kernel)
@@ -173,12 +173,13 @@ def device(chip: str) -> contextlib.AbstractContextManager:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def _walk(op) -> Iterator:
+def walk(op) -> Iterator:
+    """All operations inside of one."""
     for region in op.regions:
         for block in region.blocks:
             for inner in block.operations:
                 yield inner.operation
-                yield from _walk(inner.operation)
+                yield from walk(inner.operation)
 
 
 def _kernel(config) -> tuple[Kernel, tuple]:
