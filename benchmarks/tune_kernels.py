@@ -2,6 +2,8 @@
 
     python benchmarks/tune_kernels.py attention [--size 128] [--heads 32] [--groups 8] [--rows 16] [--slots 8192]
     python benchmarks/tune_kernels.py injection [--tokens 8] [--width 4096] [--layers 5]
+    python benchmarks/tune_kernels.py product [--rows 8] [--width 4096] [--outs 4096 1024 1024] [--gated]
+    python benchmarks/tune_kernels.py head [--rows 8] [--width 4096] [--outs 151936]
 
 Candidates run in a process of their own, which tells every time as soon as it is measured. When that process dies or
 hangs, the candidate at work is put down as broken and a new process takes the rest. The best ones are printed as lines
@@ -21,7 +23,7 @@ import threading
 from pathlib import Path
 
 from specjax.kernels import configs
-from specjax.kernels.configs import Attention, Injection, Projection
+from specjax.kernels.configs import Attention, Head, Injection, Product, Projection
 
 
 def candidates(args) -> list:
@@ -30,6 +32,13 @@ def candidates(args) -> list:
         wide = args.size > 128
         keys, stages = ((16, 32), (1, 2, 3)) if wide else ((32, 64, 128), (2, 3, 4))
         return [Attention(*values) for values in itertools.product(keys, (4, 8), stages, (1, 2, 3))]
+    if args.op == "product":
+        tiles = itertools.product((64, 32, 128), (128, 256), (4, 8), (4, 3, 5), (3, 2))
+        return [Product(*values) for values in tiles]
+    if args.op == "head":
+        return [
+            Head(*values) for values in itertools.product((32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5))
+        ]
     tiles = itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (4,), (4,))
     return [Projection(*values) for values in tiles]
 
@@ -39,7 +48,8 @@ def work(args) -> None:
     import jax
     from device_time import Clock, short
 
-    run, tried = _attention(args) if args.op == "attention" else _injection(args), candidates(args)
+    make = {"attention": _attention, "injection": _injection, "product": _product, "head": _head}[args.op]
+    run, tried = make(args), candidates(args)
     clock = Clock(1 << 12 if args.tiny else 1 << 27)
     print(json.dumps({"ready": str(jax.devices()[0].device_kind)}), flush=True)
     for line in sys.stdin:
@@ -110,6 +120,48 @@ def _injection(args):
     return run
 
 
+def _product(args):
+    import jax
+    import jax.numpy as jnp
+
+    from specjax.kernels import skinny as entry, skinny_kernel as kernel
+
+    kind, activation = jnp.dtype(jnp.bfloat16), jax.nn.silu if args.gated else None
+    case = kernel.Case(
+        args.rows, args.width, tuple(args.outs), kind, kind, args.normed, 1e-6, False, activation
+    )
+    arrays, chip = (
+        jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), entry.shapes(case)),
+        configs.kind(),
+    )
+
+    def run(tile: Product):
+        plan = kernel.plan(case, tile, configs.CHIPS[chip].processors)
+        launch = functools.partial(kernel.launch, case=case, plan=plan, interpret=chip == "default")
+        return functools.partial(jax.jit(launch).lower(*arrays).compile(), *arrays)
+
+    return run
+
+
+def _head(args):
+    import jax
+    import jax.numpy as jnp
+
+    from specjax.kernels import head as entry, head_kernel as kernel
+
+    case = kernel.Case(args.rows, args.width, args.outs[0], args.outs[0], jnp.dtype(jnp.bfloat16))
+    arrays, chip = (
+        jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype), entry.shapes(case)),
+        configs.kind(),
+    )
+
+    def run(tile: Head):
+        launch = functools.partial(kernel.launch, case=case, tile=tile, interpret=chip == "default")
+        return functools.partial(jax.jit(launch).lower(*arrays).compile(), *arrays)
+
+    return run
+
+
 class Worker:
     """The process that measures; its lines arrive in a queue, None at its end."""
 
@@ -171,10 +223,13 @@ def tune(args) -> list[dict]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("op", choices=["attention", "injection"])
+    parser.add_argument("op", choices=["attention", "injection", "product", "head"])
     for name, value in {"size": 128, "heads": 32, "groups": 8, "rows": 16, "slots": 8192, "batch": 8, "tokens": 8,
                         "width": 4096, "layers": 5}.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--outs", type=int, nargs="+", default=[4096], help="rows of each weight")
+    parser.add_argument("--gated", action="store_true", help="two weights: gate and up")
+    parser.add_argument("--normed", action="store_true", help="a norm stands before")
     parser.add_argument("--most", type=int, help="candidates to try")
     parser.add_argument("--seconds", type=float, default=60, help="that one may take")
     parser.add_argument("--tiny", action="store_true", help="read little between measurements: for a try")
@@ -191,7 +246,8 @@ def main() -> None:
         return work(args)
     results = tune(args)
     good = sorted((r for r in results if "microseconds" in r), key=lambda r: r["microseconds"])
-    name = "Attention" if args.op == "attention" else "Projection"
+    names = {"attention": "Attention", "injection": "Projection", "product": "Product", "head": "Head"}
+    name = names[args.op]
     print(f"{len(good)} of {len(results)} ran; the best:")
     for row in good[:5]:
         values = ", ".join(f"{k}={v}" for k, v in row["tile"].items())
