@@ -214,7 +214,7 @@ def bench(params: Params | Sequence[Params], dataset: Any = "builtin", **options
             from names to what :func:`load` takes as ``drafter``.
         k, batch, temperature: one value or several of each. ``k``: drafts per round, default the drafter's own.
             ``batch``: prompts decoded together.
-        limit: the first so many prompts.
+        limit: the first so many prompts. ``max_prompt_tokens``: longer ones are left out, and counted in a note.
         repeats: times that every prompt is decoded by either side (3).
         max_new_tokens (128), max_len, rule, seed, ignore_eos, prefill_chunk, kernels, chat_template,
             chat_template_kwargs: as in :func:`decode`; ``sampling``: a dict with further sampling options.

@@ -30,6 +30,9 @@ Temperatures = Annotated[
 Limit = Annotated[
     int | None, typer.Option("--limit", help="The first so many prompts of a data set.", show_default=False)
 ]
+Longest = Annotated[
+    int | None, typer.Option("--max-prompt-tokens", help="Leave out longer prompts.", show_default=False)
+]
 Repeats = Annotated[
     int | None, typer.Option("--repeats", help="Times that every prompt is decoded.", show_default=False)
 ]
@@ -54,6 +57,7 @@ def bench(
     batch: Batch = None,
     temperature: Temperatures = None,
     limit: Limit = None,
+    max_prompt_tokens: Longest = None,
     max_new_tokens: opt.MaxNew = None,
     repeats: Repeats = None,
     dtype: opt.Dtype = None,
@@ -128,6 +132,7 @@ def sweep(
     batch: Batch = None,
     temperature: Temperatures = None,
     limit: Limit = None,
+    max_prompt_tokens: Longest = None,
     max_new_tokens: opt.MaxNew = None,
     repeats: Repeats = None,
     best_repeats: Annotated[

@@ -48,6 +48,7 @@ class Dataset:
     name: str
     prompts: tuple[Any, ...]
     source: str
+    left_out: int = 0  # longer prompts
 
     @property
     def checksum(self) -> str:
@@ -88,6 +89,18 @@ def dataset(given: Any, limit: int | None = None) -> Dataset:
     if given.endswith(".jsonl") or Path(given).is_file():
         return _from_file(Path(given).stem, Path(given), limit)
     raise ValueError(_unknown(given))
+
+
+def not_longer(data: Dataset, most: int | None, lengths: Sequence[int]) -> Dataset:
+    """Without prompts of more than ``most`` tokens, of which ``lengths`` has one number per prompt."""
+    if most is None:
+        return data
+    kept = tuple(p for p, n in zip(data.prompts, lengths, strict=True) if n <= most)
+    if not kept:
+        raise ValueError(
+            f"every prompt of data set {data.name!r} is longer than {most} tokens: from {min(lengths)} on"
+        )
+    return dataclasses.replace(data, prompts=kept, left_out=len(lengths) - len(kept))
 
 
 def _unknown(given: str) -> str:

@@ -6,7 +6,7 @@ one after the other, the first one in turn; then rounds alone (:mod:`specjax.ben
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax import calls, identity, metrics
@@ -71,6 +71,7 @@ def measure(
     method: str | None = None,
     drafter: str | None = None,
     dataset: str = "prompts",
+    notes: Sequence[str] = (),
     verbose: bool | None = None,
 ) -> Row:
     """Measure one setting.
@@ -89,7 +90,7 @@ def measure(
             ``plain_every``: of those, only every so many batches (but at least four) are decoded again, to tell how
             much the machine has changed since.
         compile_seconds: what was spent before this call on compiling for it.
-        method, drafter, dataset: what the row says of them.
+        method, drafter, dataset, notes: what the row says of them, and beside its own notes.
 
     Raises ValueError for params without a drafter, too few prompts, answers of another setting, or what ``decode``
     refuses.
@@ -128,12 +129,11 @@ def measure(
             **identity_of(params, run.plain.answers, run.answers, made.setting, rule_of(call)),
             **memory_of(params, call),
         )
-    notes = tuple(notes_of(row, made))
     return dataclasses.replace(
         row,
         compile_seconds=row.compile_seconds + compile_seconds,
         seconds=time.perf_counter() - began,
-        notes=notes,
+        notes=(*notes, *notes_of(row, made)),
     )
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 from specjax import calls
 from specjax.bench.contenders import check_platform, contenders, target_of
-from specjax.bench.data import dataset as _dataset
+from specjax.bench.data import dataset as _dataset, not_longer
 from specjax.bench.measure import measure
 from specjax.bench.rows import Row
+from specjax.bench.setting import lengths, longer
 from specjax.bench.table import Table
 from specjax.core.platform import enable_compilation_cache
 from specjax.types import Params
@@ -22,6 +23,7 @@ def bench(
     batch: Any = 1,
     temperature: Any = 0.0,
     limit: int | None = None,
+    max_prompt_tokens: int | None = None,
     repeats: int = 3,
     platform: str | None = None,
     done: Callable[[Row], None] | None = None,
@@ -29,8 +31,8 @@ def bench(
 ) -> Table:
     """See :func:`specjax.bench`."""
     check_platform(platform)
-    data = _dataset(dataset, limit)
-    target = target_of(params)
+    data, target = _dataset(dataset, limit), target_of(params)
+    data = not_longer(data, max_prompt_tokens, lengths(target, list(data.prompts), options))
     if methods is None:
         listed = [params] if isinstance(params, Params) else list(params)
         methods = _named([one for one in listed if one.meta.drafter is not None]) or None
@@ -42,7 +44,8 @@ def bench(
             calls.width(one.meta, None if setting["k"] == "auto" else setting["k"])
             row = measure(
                 one, list(data.prompts), **setting, repeats=repeats, method=contender.name,
-                drafter=contender.drafter, dataset=data.name, **options,
+                drafter=contender.drafter, dataset=data.name,
+                notes=longer(data.left_out, max_prompt_tokens), **options,
             )  # fmt: skip
             rows.append(row)
             if done is not None:

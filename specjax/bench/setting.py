@@ -134,6 +134,17 @@ def batches(params: Params, prompts: Any, setting: Setting) -> Batches:
     return made
 
 
+def lengths(params: Params, prompts: Any, options: Mapping[str, Any]) -> list[int]:
+    """Tokens of each prompt, through the chat template that ``options`` may name."""
+    template = [options.get(name) for name in ("chat_template", "chat_template_kwargs")]
+    return [len(ids) for ids in _prompts.encode(params.meta, prompts, *template).ids]
+
+
+def longer(count: int, most: int | None) -> tuple[str, ...]:
+    """A note of prompts that were left out."""
+    return (f"{count} prompt(s) of more than {most} tokens were left out",) if count else ()
+
+
 def _are_ids(prompts: Any) -> bool:
     first = prompts[0] if isinstance(prompts, Sequence) and not isinstance(prompts, str) else prompts
     return not isinstance(first, str | Mapping) and not (

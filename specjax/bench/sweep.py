@@ -17,19 +17,18 @@ from specjax import calls
 from specjax.bench import ahead, measure as measuring
 from specjax.bench.ahead import compile_ahead
 from specjax.bench.contenders import Contender, check_platform, contenders, digest, target_of
-from specjax.bench.data import Dataset, dataset as _dataset
+from specjax.bench.data import Dataset, dataset as _dataset, not_longer
 from specjax.bench.facts import facts
 from specjax.bench.measure import Plain
 from specjax.bench.rows import Row, Timed
 from specjax.bench.run import values
-from specjax.bench.setting import PREFILL, Batches, Setting, batches
+from specjax.bench.setting import PREFILL, Batches, Setting, batches, lengths, longer
 from specjax.bench.store import Store
 from specjax.bench.table import Table
 from specjax.config import positive, prefill_bucket, token_bucket
 from specjax.core.platform import enable_compilation_cache
 from specjax.metrics import Stats
 from specjax.progress import line
-from specjax.prompts import encode
 from specjax.results import Completion
 from specjax.types import Params
 
@@ -63,6 +62,7 @@ def sweep(
     batch: Any = 1,
     temperature: Any = 0.0,
     limit: int | None = None,
+    max_prompt_tokens: int | None = None,
     max_new_tokens: int = 128,
     max_len: int | None = None,
     repeats: int = 1,
@@ -84,9 +84,11 @@ def sweep(
         raise ValueError("data sets must have different names: give names as NAME=FILE.jsonl")
     enable_compilation_cache()
     params = _target(target, dtype)
+    sizes = {one.name: lengths(params, list(one.prompts), options) for one in sets}
+    sets = [not_longer(one, max_prompt_tokens, sizes[one.name]) for one in sets]
     sweeping = Sweep(
         params, contenders(params, methods), sets, Path(out), max_new_tokens, max_len, plain_every, parts, options,
-        plots, done,
+        plots, done, {one.name: longer(one.left_out, max_prompt_tokens) for one in sets},
     )  # fmt: skip
     tasks = list(_tasks(sweeping, k, batch, temperature, positive("repeats", repeats)))
     with sweeping.opened(), line(verbose) as say:
@@ -142,6 +144,7 @@ class Sweep:
     options: Mapping[str, Any]
     plots: bool
     done: Callable[[Table, Row], None] | None
+    notes: Mapping[str, Sequence[str]]
     measure: Callable[..., Row] = measuring.measure
     plain_answers: Callable[..., Plain] = measuring.plain_answers
     threads: Callable[[], int] = ahead.threads
@@ -152,14 +155,9 @@ class Sweep:
         self._loaded: tuple[str, Params] | None = None
         self._compiled: dict[tuple[Any, ...], float] = {}  # seconds, by what programs depend on
         self._prepared: set[str] = set()
-        template = {name: self.options.get(name) for name in ("chat_template", "chat_template_kwargs")}
-        lengths = [
-            len(ids)
-            for one in self.sets
-            for ids in encode(self.params.meta, list(one.prompts), **template).ids
-        ]
-        self.room = token_bucket(self.max_len or max(lengths) + self.max_new_tokens)
-        self.chunk = max(prefill_bucket(min(lengths), PREFILL[1]), PREFILL[0])
+        sizes = [n for one in self.sets for n in lengths(self.params, list(one.prompts), self.options)]
+        self.room = token_bucket(self.max_len or max(sizes) + self.max_new_tokens)
+        self.chunk = max(prefill_bucket(min(sizes), PREFILL[1]), PREFILL[0])
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -232,7 +230,8 @@ class Sweep:
             params, self._prompts(task), k, **setting, repeats=task.repeats, parts=self.parts,
             compile_seconds=self._spent(task),
             plain=self._answers(task, setting), plain_every=self.plain_every, method=task.method,
-            drafter=contender.drafter, dataset=task.dataset, **self._more(),
+            drafter=contender.drafter, dataset=task.dataset,
+            notes=self.notes.get(task.dataset, ()), **self._more(),
         )  # fmt: skip
         self.store.rows.add(task.key, row.as_dict())
         table = self.table(False)

@@ -97,12 +97,19 @@ def test_other_settings_and_other_processes_are_refused(tmp_path):
 
 
 @pytest.fixture
-def faked(monkeypatch):
+def told():
+    """Of every row: prompts and notes."""
+    return []
+
+
+@pytest.fixture
+def faked(monkeypatch, told):
     """Sweeps whose rows are made up: the ratio is best at k = 3. Returns what was measured, in order."""
     order = []
 
     def measure(params, prompts, k, **given):
         order.append((given["method"], given["dataset"], k, given["batch"], given["repeats"]))
+        told.append((len(prompts), given["notes"]))
         ratio = {1: 1.5, 3: 2.0}.get(k, 1.0)
         return row(
             method=given["method"], dataset=given["dataset"], k=k, batch=given["batch"], repeats=given["repeats"],
@@ -169,7 +176,7 @@ def test_sweep_goes_on_where_it_was(faked, tmp_path):
     assert again.finished
 
 
-def test_sweep_of_the_best_and_of_limits(faked, tmp_path):
+def test_sweep_of_the_best_and_of_limits(faked, told, tmp_path):
     asked = ASKED | {"out": tmp_path, "datasets": SETS[:1], "methods": {"a": "ngram"}}
     with pytest.raises(ValueError, match=r"k='best'.*no row of a on x"):
         specjax.sweep(model(), **asked | {"k": "best", "batch": 2})
@@ -178,11 +185,15 @@ def test_sweep_of_the_best_and_of_limits(faked, tmp_path):
     specjax.sweep(model(), **asked | {"k": "best", "batch": (1, 2)})
     assert faked[-1] == ("a", "x", 3, 2, 1)
     assert ("compile", "a", [3, 3]) in faked  # the best is known before
+    few = data.Dataset("few", ((1, 2), (3, 4, 5), (6,)), "")
+    specjax.sweep(model(), **asked | {"datasets": few, "k": 1}, max_prompt_tokens=2)
+    assert told[-1] == (2, ("1 prompt(s) of more than 2 tokens were left out",))
     table = specjax.sweep(model(), **asked | {"k": 2000}, seconds=0.0)
     assert not table.finished  # no time for any row
     table = specjax.sweep(model(), **asked | {"k": 2000})
     assert "2000" in table.skipped["a x k=2000 batch=1 t=0"]
     for wrong, match in (
+        ({"max_prompt_tokens": 1}, "every prompt of data set 'x' is longer than 1 tokens: from 2 on"),
         ({"max_new_tokens": 9}, "max_new_tokens was 8 and is 9"),
         ({"datasets": [data.Dataset("x", ((1, 2),), "")]}, "data set x was 2 prompts"),
         ({"platform": "cuda"}, "cuda was asked for, but jax runs on cpu"),
