@@ -28,7 +28,7 @@ from specjax.types import LENGTH, NONFINITE, RUNNING, Params, State, tree_bytes
 
 #: Chance that the first 1, 2, ... drafts are all accepted; beyond, three quarters of the one before.
 PROFILE = (0.90, 0.80, 0.67, 0.55, 0.44, 0.33, 0.23)
-PERIOD = 64  # of the text of a row: n-grams always find what they look for
+PERIOD = 16  # of the text of a row: n-grams always find what they look for
 ROOM = 1024  # tokens that a row can grow by
 
 
@@ -59,8 +59,14 @@ def _forced(real, hidden, unembed, proposal, count, active, state, *rest, **more
         + jnp.minimum(found.out_tokens.min(1), 0)
     )
     row, at = jnp.arange(rows, dtype=jnp.uint32), state.length.astype(jnp.uint32)
-    odd = [jnp.uint32(n) for n in (2654435761, 2246822519, 374761393, 3266489917)]
-    noise = (at * odd[0] + row * odd[1] + odd[2]) * odd[3]
+    odd = [jnp.uint32(n) for n in (2654435761, 2246822519, 3266489917)]
+    noise = (at + 1) * odd[0] + row * odd[1]
+    for shift, factor in (
+        (16, odd[1]),
+        (13, odd[2]),
+        (16, jnp.uint32(1)),
+    ):  # neighbours must have nothing in common
+        noise = (noise ^ (noise >> shift)) * factor
     uniform = (noise >> 8).astype(jnp.float32) / 2**24
     kept = jnp.sum(uniform[:, None] < jnp.asarray(survival(q - 1), jnp.float32), 1, dtype=jnp.int32)
     accepted = jnp.minimum(kept, count) + zero
