@@ -1,8 +1,8 @@
 """Where the time of a round goes, for drafters of SmolLM2's size with random weights: ``specjax.profile`` for each.
 
 What they propose does not matter (nearly nothing is kept), what a pass costs does. Results are what
-:meth:`specjax.profiling.Profile.as_dict` tells; seconds. What is in the file already is not measured again, so a run that
-was stopped goes on.
+:meth:`specjax.profiling.Profile.as_dict` tells; seconds. What is in the file already is not measured again, so a run
+that was stopped goes on.
 
     python benchmarks/rounds.py --out benchmarks/results/<date>-<device>/rounds.json
 """
