@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from specjax.core.doctor import Doctor as Doctor, doctor as doctor
     from specjax.profiling import profile as profile
+    from specjax.tuning_run import tune as tune
     from specjax.types import (
         Params as Params,
         Proposal as Proposal,
@@ -48,6 +49,7 @@ _NAMES = {
     ),
     "specjax.core.doctor": ("doctor", "Doctor"),
     "specjax.profiling": ("profile",),
+    "specjax.tuning_run": ("tune",),
     "specjax.types": ("Params", "Proposal", "Sampling", "State", "Verdict"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -23,6 +23,7 @@ from specjax import cli_options as opt, progress
 from specjax.bench.cli import bench, sweep
 from specjax.cli_convert import convert
 from specjax.cli_profile import profile
+from specjax.cli_tune import tune
 from specjax.train.cli import app as train
 
 INTERRUPTED, FAILED = 130, 2
@@ -46,6 +47,7 @@ app.command()(convert)
 app.command()(bench)
 app.command()(sweep)
 app.command()(profile)
+app.command()(tune)
 
 
 @app.callback()
