@@ -1,6 +1,7 @@
 """Products of few rows: interpreted they equal float64, a row's result does not depend on the others to the last bit
 (NUM.3), and decoding with all kernels interpreted gives plain ids."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import testing
+from specjax import registry, testing
 from specjax.core import platform
+from specjax.drafters import markov
 from specjax.kernels import configs, dispatch, skinny as entry, skinny_kernel as kernel
 from specjax.kernels.configs import Product
 from specjax.layers.linear import Settings, gated, linear, linears, product
@@ -102,10 +104,13 @@ def test_what_the_kernel_refuses_and_its_grids():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("drafter", [None, "eagle3", "dspark"])
-def test_decoding_with_interpreted_kernels_gives_plain_ids(drafter):
+@pytest.mark.parametrize("method", ["eagle3", "dspark"])
+def test_decoding_with_every_kernel_interpreted_gives_plain_ids(method):
+    """The norm before heads and gated blocks, the target's and a drafter's best tokens, the walk."""
     plain = testing.tiny_params()
-    params = plain if drafter is None else testing.tiny_drafter(plain, drafter)
+    cfg = registry.drafter(method).tiny(plain.meta.target_cfg)
+    changes = {"markov": markov.Settings(16, "vanilla", 64)} if method == "dspark" else {}
+    params = testing.tiny_drafter(plain, method, cfg=dataclasses.replace(cfg, **changes))
     prompts, options = [[1, 2, 3, 4, 5], [7, 8, 9]], {"max_new_tokens": 12}
     want = specjax.decode(plain, prompts, kernels="xla", **options)
     assert specjax.decode(params, prompts, kernels="interpret", **options).tokens == want.tokens
