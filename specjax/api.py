@@ -140,7 +140,8 @@ def decode(params: Params, prompt: Any, **options: Any) -> Result:
         prompt: a string (one user turn through the chat template), chat messages (list of dicts with
             role and content), token ids, or a list of any of these (decoded as a ragged batch).
         max_new_tokens: budget per prompt, or one per prompt. Default 256, less near the end of the context.
-        k: drafts per round; default the drafter's own.
+        k: drafts per round; default what :func:`specjax.tune` set, else the drafter's own. "auto": as many as pay,
+            found while decoding; plain decoding where none do (docs/tuning.md). ``rule="auto"`` is "match" then.
         temperature: 0 (greedy) unless given; ``"model"`` takes the file's generation defaults.
         top_k, top_p, min_p: filters, applied in this order after the temperature; 0, 1, 0 = off.
         repetition_penalty: > 1 divides (multiplies) positive (negative) logits of tokens seen in prompt or output.

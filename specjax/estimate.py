@@ -64,7 +64,8 @@ class Explanation:
         return "\n".join(
             [
                 f"target {p.pair.family}, drafter {drafter}, dtype {p.dtype}",
-                f"rows {p.rows}, token buffer {p.tokens}, cache slots {p.slots}, k {p.k}",
+                f"rows {p.rows}, token buffer {p.tokens}, cache slots {p.slots}, "
+                f"k {f'up to {p.k}, as many as pay' if p.auto else p.k}",
                 f"verified widths: {widths}; prefill width {self.prefill_width}; {p.rounds} rounds per chunk at most",
                 f"rule {p.rule or 'auto'}, sampling options compiled in: {', '.join(p.flags) or 'none (greedy)'}",
                 f"weights: target {mb(self.target_bytes)}, drafter {mb(self.drafter_bytes)}",
