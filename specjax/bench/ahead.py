@@ -1,11 +1,11 @@
 """Everything that several rows of a drafter need, compiled side by side: on a machine with many cores that takes about
 as long as the slowest program, where one row after the other would wait for each."""
 
-import functools
 import os
 import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from specjax.bench.setting import Batches
 from specjax.calls import Call
 from specjax.core.loop import host_state
 from specjax.core.programs import Engine, fill_caches
+from specjax.identity import without_drafter
 from specjax.types import Params
 
 Job = Callable[[], object]
@@ -29,23 +30,26 @@ def threads() -> int:
 def compile_ahead(
     params: Params, asked: Mapping[Hashable, tuple[Batches, int]], rule: str | None, parts: bool, at_once: int
 ) -> dict[Any, float]:
-    """Compile what rows run, each given by its batches and k; seconds per row, verification alone aside (all drafters
-    share it).
+    """Compile what rows run, each given by its batches and k; seconds per row. Plain decoding and verification alone,
+    which all drafters share, are compiled as well and told nowhere.
 
     Nothing is decoded. What is compiled already costs nothing.
     """
-    work: list[tuple[Hashable, Job]] = []
-    shared: dict[Any, Job] = {}
+    target = without_drafter(params)
+    work: dict[Any, tuple[Hashable, Job]] = {}
     for key, (made, k) in asked.items():
         call = calls.plan(params, made.ids[0], **made.options(0, k=k, rule=rule))
-        work += [(key, job) for job in _jobs(call, made, parts)]
+        plain = calls.plan(target, made.ids[0], **made.options(0))
+        for name, job in _jobs(call, made, parts).items():
+            work.setdefault((call.program, name), (key, job))
+        for name, job in _jobs(plain, made, False).items():
+            work.setdefault((plain.program, name), (None, job))
         for width in (*call.program.widths, k) if parts else ():
             part = alone.verifying(params, call.program, width)
-            shared[(part.name, part.engine.program)] = functools.partial(part.compiled, call.jobs)
-    work += [(None, job) for job in shared.values()]
+            work.setdefault((part.engine.program, part.name), (None, partial(part.compiled, call.jobs)))
     seconds: dict[Any, float] = dict.fromkeys(asked, 0.0)
     with ThreadPoolExecutor(at_once, "specjax-compile") as pool:
-        for key, spent in pool.map(lambda one: (one[0], _seconds(one[1])), work):
+        for key, spent in pool.map(lambda one: (one[0], _seconds(one[1])), work.values()):
             if key is not None:
                 seconds[key] += spent
     return seconds
@@ -57,14 +61,14 @@ def _seconds(job: Job) -> float:
     return time.perf_counter() - began
 
 
-def _jobs(call: Call, made: Batches, parts: bool) -> list[Job]:
+def _jobs(call: Call, made: Batches, parts: bool) -> dict[str, Job]:
     """Functions that compile one program each."""
     program, weights = call.program, (call.params.target, call.params.drafter)
     engine = Engine(program, weights)
     host = host_state(program, alone.padded(program, call.jobs))
     state = jax.eval_shape(lambda: fill_caches(program, host))
-    jobs: list[Job] = [functools.partial(engine.compile_rounds, state, "device")]
-    jobs += [functools.partial(engine.compile_prefill, state, width) for width in made.widths]
+    jobs: dict[str, Job] = {"rounds": partial(engine.compile_rounds, state, "device")}
+    jobs |= {f"prefill {w}": partial(engine.compile_prefill, state, w) for w in made.widths}
     if parts:  # and what fills the caches
-        return [*jobs, functools.partial(alone.drafting(call.params, program).compiled, call.jobs)]
-    return [*jobs, functools.partial(alone.compile_init, engine, host)]
+        return jobs | {"draft": partial(alone.drafting(call.params, program).compiled, call.jobs)}
+    return jobs | {"init": partial(alone.compile_init, engine, host)}
