@@ -82,10 +82,13 @@ class Static:
         self._cache: Any = None
 
     def prefill(self, ids: list[int]) -> torch.Tensor:
-        """A fresh cache with the prompt in it; the next token."""
+        """The prompt in the cache, and the next token. The cache stays the same arrays: graphs are bound to them."""
         from transformers import StaticCache
 
-        self._cache = StaticCache(config=self.model.config, max_cache_len=self.length)
+        if self._cache is None:
+            self._cache = StaticCache(config=self.model.config, max_cache_len=self.length)
+        else:
+            self._cache.reset()
         x = torch.tensor([ids], device=device())
         out = self.model(
             x, past_key_values=self._cache, use_cache=True, position_ids=self._positions(0, len(ids))
@@ -180,23 +183,21 @@ class DFlash:
         with torch.device(device()):
             drafter = DFlashDraftModel(config).eval().to(next(made.parameters()).dtype)
         self.target, self.drafter = made, drafter
-        self.compiled = compiled
+        self.plain = self.forwards = (made.forward, drafter.forward)
+        if compiled and device() == "cuda":
+            self.forwards = tuple(torch.compile(forward, dynamic=True) for forward in self.plain)
 
     def __call__(self, ids: list[int], n: int) -> Outcome:
         from dflash.model import dflash_generate
 
-        plain = self.target.forward, self.drafter.forward
         rounds = 0
-        draft = torch.compile(plain[1], dynamic=True) if self._compiles() else plain[1]
 
         def counted(*args: Any, **options: Any) -> Any:
             nonlocal rounds
             rounds += 1
-            return draft(*args, **options)
+            return self.forwards[1](*args, **options)
 
-        self.drafter.forward = counted
-        if self._compiles():
-            self.target.forward = torch.compile(plain[0], dynamic=True)
+        self.target.forward, self.drafter.forward = self.forwards[0], counted
         try:
             synchronise()
             began = time.perf_counter()
@@ -206,10 +207,7 @@ class DFlash:
             new = out[0, len(ids) :].tolist()
             return new, time.perf_counter() - began, rounds
         finally:
-            self.target.forward, self.drafter.forward = plain
-
-    def _compiles(self) -> bool:
-        return self.compiled and device() == "cuda"
+            self.target.forward, self.drafter.forward = self.plain
 
 
 class FlashSpec:
