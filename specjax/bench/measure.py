@@ -106,7 +106,7 @@ def measure(
     positive("repeats", repeats), positive("plain_every", plain_every)
     made = batches(params, prompts, setting)
     call = calls.plan(params, made.ids[0], **made.options(0, k=k, rule=rule))
-    width, name = ("auto" if k == "auto" else call.program.k), method or meta.drafter
+    width, name = ("auto" if call.program.auto else call.program.k), method or meta.drafter
     with line(verbose) as say:
         say(f"{name}, k {width}: compiling")
         run = _Run(params, made, {"k": width, "rule": rule}, plain, plain_every, say)
