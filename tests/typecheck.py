@@ -33,7 +33,9 @@ def once_per_kind(fn: Any = None, *, typechecker: Callable) -> Any:
         return fn
     if not inspect.isfunction(fn):
         return _jaxtyped(fn, typechecker=typechecker)
-    checked, seen = _jaxtyped(fn, typechecker=typechecker), set()
+    seen: set[Any] = set()
+    # made when it is first called: most functions are not
+    checked = functools.cache(lambda: _jaxtyped(fn, typechecker=typechecker))
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
@@ -42,10 +44,10 @@ def once_per_kind(fn: Any = None, *, typechecker: Callable) -> Any:
             kind = _kind(args, kwargs)
             known = kind in seen
         except TypeError:  # something has no hash
-            return checked(*args, **kwargs)
+            return checked()(*args, **kwargs)
         if known:
             return fn(*args, **kwargs)
-        out = checked(*args, **kwargs)
+        out = checked()(*args, **kwargs)
         seen.add(kind)
         return out
 
