@@ -4,6 +4,7 @@ Every side has ``run(ids, n)``, which gives the new ids, seconds and the number 
 where the device allows it: a tensor is a view of the array.
 """
 
+import inspect
 import time
 from typing import Any
 
@@ -80,6 +81,8 @@ class Static:
         compiled = device() == "cuda"
         self.forward = torch.compile(made.forward, mode=mode) if compiled else made.forward
         self._cache: Any = None
+        named = inspect.signature(type(made).forward).parameters
+        self._takes = "cache" if "cache" in named else "past_key_values"  # the name has changed
 
     def prefill(self, ids: list[int]) -> torch.Tensor:
         """The prompt in the cache, and the next token. The cache stays the same arrays: graphs are bound to them."""
@@ -91,7 +94,7 @@ class Static:
             self._cache.reset()
         x = torch.tensor([ids], device=device())
         out = self.model(
-            x, past_key_values=self._cache, use_cache=True, position_ids=self._positions(0, len(ids))
+            x, use_cache=True, **{self._takes: self._cache}, position_ids=self._positions(0, len(ids))
         )
         return out.logits[:, -1:].argmax(-1)
 
@@ -100,7 +103,7 @@ class Static:
         if device() == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         at = position + torch.arange(tokens.shape[1], device=device())[None]
-        out = self.forward(tokens, position_ids=at, past_key_values=self._cache, use_cache=True)
+        out = self.forward(tokens, position_ids=at, use_cache=True, **{self._takes: self._cache})
         return out.logits
 
     def __call__(self, ids: list[int], n: int) -> Outcome:
