@@ -115,8 +115,8 @@ def look(p: Weights, cfg: Config, ctx: Ctx) -> dict[str, Seen]:
         view, kind = ctx.kv_view(name), getattr(cfg.body, name)
         full = name == "full"
         committed = Filled(end, view.k.shape[2]) if full else jnp.where(view.pos < end[:, None], view.pos, -1)
-        lent = (x.astype(p.norm.dtype) for x in (view.k, view.v))
-        out[name] = Seen(*lent, committed, pos, *rope_angles(kind.rope, pos))
+        k, v = view.k.astype(p.norm.dtype), view.v.astype(p.norm.dtype)
+        out[name] = Seen(k, v, committed, pos, *rope_angles(kind.rope, pos))
     return out
 
 

@@ -26,11 +26,12 @@ def attend(
     ``key_pos`` is what a cache's ``extend`` says of its keys; ``q_pos`` are consecutive within a row. Positions may be
     each query's own, as in packed rows: those are whole texts, for which there is another kernel.
     """
-    if isinstance(key_pos, Filled) or key_pos.ndim == 2:
-        dense, slots = isinstance(key_pos, Filled), keys.shape[2]
-        end = key_pos.end if dense else jnp.full_like(q_pos[:, 0], slots)
-        view = View(scale, causal=True, window=window, softcap=softcap)
-        return attend_block(q, keys, values, q_pos[:, 0], end, None, None if dense else key_pos, view=view)
+    view, start = View(scale, causal=True, window=window, softcap=softcap), q_pos[:, 0]
+    if isinstance(key_pos, Filled):
+        return attend_block(q, keys, values, start, key_pos.end, view=view)
+    if key_pos.ndim == 2:
+        end = jnp.full_like(start, keys.shape[2])
+        return attend_block(q, keys, values, start, end, positions=key_pos, view=view)
     run = lambda q, k, v, visible: attend_parts(q, ((k, v, visible),), scale, softcap)  # noqa: E731
     run = dispatch.implementation("packed_attention", (q, keys, values, scale, softcap), run)
     return run(q, keys, values, causal(q_pos, key_pos, window))

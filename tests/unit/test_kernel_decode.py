@@ -50,6 +50,15 @@ def drafted(name: str, method: str | None, **changes):
     return testing.tiny_drafter(base, method, 1, cfg)
 
 
+@pytest.fixture(autouse=True)
+def only(request, monkeypatch):
+    """No kernels but those of attention and injection, apart from a GPU."""
+    if "gpu" not in request.keywords:
+        mine = {"block_attention", "kv_injection"}
+        table = {op: module if op in mine else None for op, module in dispatch.KERNELS.items()}
+        monkeypatch.setattr(dispatch, "KERNELS", table)
+
+
 @pytest.fixture
 def used(monkeypatch):
     """Operations of which kernels were interpreted."""
@@ -198,10 +207,7 @@ def half(params):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """The table believes in a GPU, and knows no other kernels than those of attention and injection."""
-    only = ("block_attention", "kv_injection")
-    tables = {op: module if op in only else None for op, module in dispatch.KERNELS.items()}
-    monkeypatch.setattr(dispatch, "KERNELS", tables)
+    """The table believes in a GPU."""
     monkeypatch.setattr(dispatch.platform, "backend", lambda: "cuda")
     for table in ("_failed", "_refused"):
         monkeypatch.setattr(dispatch, table, {})
