@@ -90,6 +90,7 @@ def acceptance(table: Any) -> Any:
                 continue
             rates = max(mine, key=lambda row: int(row.k)).stats.accepted_per_position
             axes.plot(range(1, len(rates) + 1), rates, marker="o", label=method)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set(title=dataset, xlabel="position of the draft", ylim=(0, 1))
     panels[0].set_ylabel("kept")
     panels[-1].legend(fontsize="small")
@@ -137,7 +138,7 @@ def where_time_goes(table: Any) -> Any:
         range(len(rows)), [f"{row.method} {row.k}" for row in rows], rotation=60, ha="right", fontsize="small"
     )
     axes.set(title=rows[0].dataset, ylabel="plain steps")
-    axes.legend(fontsize="small")
+    drawn.legend(loc="outside right upper", fontsize="small")
     return drawn
 
 
