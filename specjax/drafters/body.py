@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from specjax.kernels.kv_injection_op import Heads, Projections
-from specjax.layers.linear import linear
+from specjax.layers.linear import linear, linears
 from specjax.layers.mlp import geglu, swiglu
 from specjax.layers.norm import rms_norm, rms_norm_wide
 from specjax.layers.rope import RopeConfig, rope_config, rotate
@@ -206,9 +206,23 @@ def keys_values(
 ) -> tuple[Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
     """Keys (before rope) and values. Gemma's values are normed without a weight."""
     raw = linear(x, layer.k, layer.k_bias)
-    v = raw if layer.v is None else linear(x, layer.v, layer.v_bias)
+    return _finished(layer, cfg, raw, raw if layer.v is None else linear(x, layer.v, layer.v_bias))
+
+
+def _finished(layer: Layer, cfg: Body, raw, v):
     k = raw if layer.k_norm is None else norm(raw, layer.k_norm, cfg)
     return k, v if cfg.flavour == "plain" else rms_norm_wide(v, None, cfg.eps)
+
+
+def heads_of(
+    layer: Layer, cfg: Body, x: Float[Array, "B Q W"]
+) -> tuple[Float[Array, "B Q H C"], Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
+    """:func:`queries` and :func:`keys_values` of the same rows."""
+    weights = [(layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)]
+    weights = [pair for pair in weights if pair[0] is not None]
+    q, raw, *rest = linears(x, [w for w, _ in weights], [b for _, b in weights])
+    q = q if layer.q_norm is None else norm(q, layer.q_norm, cfg)
+    return q, *_finished(layer, cfg, raw, rest[0] if rest else raw)
 
 
 def projections(layer: Layer) -> Projections:

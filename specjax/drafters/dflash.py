@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.cache import DenseKV, marked
 from specjax.drafters import body, dflash2, pick
-from specjax.drafters.body import Layer, keys_values, layer_specs, norm, output, queries, turn
+from specjax.drafters.body import Layer, layer_specs, norm, output, turn
 from specjax.drafters.dflash_config import Config, check_k, checked, config, max_k, tiny_fields
 from specjax.kernels import kv_injection_op
 from specjax.kernels.block_attention_op import View, attend_block, own_visible
@@ -221,7 +221,7 @@ def block_layer(
     convs = None if p.convs is None else p.convs[i]
 
     def attention(n):
-        q, (k, v) = queries(layer, shape, n), keys_values(layer, shape, n)
+        q, k, v = body.heads_of(layer, shape, n)
         return output(layer, mix(turn(q, shape, angles), turn(k, shape, angles), v))
 
     def mlp(n):

@@ -239,7 +239,7 @@ class Walk:
 
 #: By chip: largest bytes of a row of the table -> tiles.
 WALK: dict[str, dict[int, Walk]] = {
-    "sm_90": {512: Walk(64, 256, 4, 2), 2048: Walk(16, 256, 4, 2)},
+    "sm_90": {512: Walk(32, 256, 4, 4), 2048: Walk(16, 256, 4, 3)},
     "gfx942": {512: Walk(32, 256, 4, 2), 2048: Walk(16, 256, 4, 1)},
     "gfx950": {512: Walk(32, 256, 4, 2), 2048: Walk(16, 256, 4, 1)},
     "default": {2048: Walk(16, 128, 4, 1)},

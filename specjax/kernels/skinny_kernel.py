@@ -61,18 +61,15 @@ class Plan:
 
 def plan(case: Case, tile: Product, processors: int) -> Plan:
     """The grid for a chip. Parts and depth, which decide how a sum is rounded, do not depend on the block's rows."""
-    rows = tile.rows // len(case.jobs[0])
+    rows, parts, depth, most = tile.rows // len(case.jobs[0]), 1, tile.depth, tile.fill * processors
     while any(n % rows for n in case.outs):
         rows //= 2
     tiles = sum(case.outs[job[0]] // rows for job in case.jobs)
-    parts, even = 1, lambda n: case.width % (n * min(tile.depth, 64)) == 0
-    while (
-        2 * parts * tiles <= tile.fill * processors
-        and case.width >= 2 * parts * tile.least
-        and even(2 * parts)
-    ):
+    even = lambda n: case.width >= n * tile.least and case.width % (n * min(depth, 64)) == 0  # noqa: E731
+    while 2 * parts * tiles <= most and even(2 * parts):
         parts *= 2
-    depth = tile.depth
+    while 2 * parts * tiles <= most and rows > CHUNK:  # small weights
+        rows, tiles = rows // 2, 2 * tiles
     while case.width // parts % depth:
         depth //= 2
     return Plan(rows, depth, parts, tile.warps, tile.stages)
