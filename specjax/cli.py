@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -204,6 +205,22 @@ def doctor(as_json: opt.AsJson = False, verbose: opt.Verbose = None) -> None:
         typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
         if report.problems:
             raise typer.Exit(1)
+
+
+@app.command()
+def selftest(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Keep the report as JSON, too.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small shapes only, no times.")] = False,
+    verbose: opt.Verbose = None,
+) -> None:
+    """Every kernel against float64 and every drafter against plain decoding on this device; exit code 1 if not."""
+    with _errors(verbose):
+        from specjax import selftest as module
+
+        if status := module.start(json_file, quick, typer.echo):
+            raise typer.Exit(status)
 
 
 def _load(given: dict[str, Any], **more: Any) -> Any:

@@ -1,107 +1,126 @@
-"""Kernels against their references on this device: ``python -m specjax.kernels.check``.
+"""Kernels against float64 on the device at hand: cases, what they must give, and the switch for one that is wrong.
 
-Every kernel is run on a small random case with not-a-number in what nobody may see, and compared with its reference in
-float32. One that is wrong is switched off for this process, with a warning.
+Inputs are random and ragged (rows that see nothing, something and everything), and what nobody may see holds
+not-a-number. ``python -m specjax.selftest`` runs all of it and tells; :func:`self_check` runs it quietly and switches a
+wrong kernel off.
 """
 
-import sys
+import dataclasses
+import importlib
 import time
 import warnings
-from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
-from specjax.kernels import dispatch
-from specjax.kernels.block_attention_op import View, attend_block, reference as plain_attention
+from specjax.core import platform
+from specjax.kernels import check_cases, dispatch
 from specjax.kernels.building import told
-from specjax.kernels.kv_injection_op import Heads, Projections, inject, reference as plain_injection
-from specjax.layers.rope import RopeConfig
+from specjax.kernels.check_cases import Case
 
 #: The largest relative error (Euclidean norm) that bfloat16 explains.
 MOST = 1e-2
+_CALLS, _TRIES = 16, 5  # in one program, and programs timed
 
 
-def block_attention() -> float:
-    """Relative error of an empty, a short and a full context, in one batch."""
-    batch, rows, heads, groups, size, slots, view = 3, 7, 8, 2, 128, 300, View(0.09, False)
-    lengths = jnp.asarray([0, 37, slots], jnp.int32)
-    q, k, v, a, b = (
-        _random(i, batch, *shape)
-        for i, shape in enumerate(
-            [(rows, heads, size), *[(groups, slots, size)] * 2, *[(rows, groups, size)] * 2]
-        )
-    )
-    hidden = (jnp.arange(slots) >= lengths[:, None])[:, None, :, None]
-    run = jax.jit(lambda *arrays: attend_block(*arrays, view=view, implementation="pallas"))
-    got = run(q, jnp.where(hidden, jnp.nan, k), jnp.where(hidden, jnp.nan, v), lengths, lengths, (a, b))
-    q, k, v, a, b = (x.astype(jnp.float32) for x in (q, k, v, a, b))
-    return _error([got], [plain_attention(q, k, v, lengths, lengths, (a, b), view=view)])
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One case on this device. ``error``: relative, of the kernel against float64 (infinite where it does not run);
+    ``xla_error``: of the reference. Times of one call in microseconds with warm caches, None where not timed;
+    ``bytes``: what a call must read at least. ``skipped``: why the kernel did not run although nothing is wrong."""
+
+    op: str
+    case: str
+    error: float | None = None
+    xla_error: float | None = None
+    kernel_us: float | None = None
+    xla_us: float | None = None
+    bytes: int = 0
+    problem: str = ""
+    skipped: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.problem
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"skipped: {self.skipped}"
+        if self.problem:
+            return f"FAILED: {self.problem}"
+        text = f"error {self.error:.1e} (XLA {self.xla_error:.1e})"
+        if self.kernel_us is None or self.xla_us is None:
+            return text
+        speed = self.bytes / self.kernel_us * 1e-6
+        return f"{text}, {self.kernel_us:.1f} us ({speed:.2f} TB/s), XLA {self.xla_us:.1f} us"
 
 
-def kv_injection() -> float:
-    """Relative error of two layers, with rows that keep none, some and all of their block."""
-    batch, block, width, groups, size, slots = 3, 4, 256, 2, 128, 40
-    heads = Heads(RopeConfig(size, 1e6), 1e-6)
-    layers = tuple(
-        Projections(
-            _random(i, groups, size, width), _random(i + 9, groups, size, width), None, None, _random(i, size)
-        )
-        for i in range(2)
-    )
-    caches = tuple(
-        (_random(i, batch, groups, slots, size), _random(i + 9, batch, groups, slots, size)) for i in range(2)
-    )
-    pos = jnp.asarray([0, 17, 36], jnp.int32)[:, None] + jnp.arange(block, dtype=jnp.int32)
-    arrays = _random(5, batch, block, width) / 16, layers, caches, pos, jnp.asarray([0, 2, 4], jnp.int32)
-    got = jax.jit(lambda *a: inject(*a, heads=heads, implementation="pallas"))(*arrays)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arrays)
-    return _error(got, plain_injection(*wide, heads=heads))
+def run(case: Case, want: str, timed: bool = False) -> Outcome:
+    """One case: ``want`` is ``"pallas"`` (compiled for this device) or ``"interpret"``. Never raises."""
+    base = Outcome(case.op, case.name)
+    try:
+        arrays = case.arrays()
+        base = dataclasses.replace(base, bytes=case.reads(arrays))
+        plain = dataclasses.replace(base, xla_error=_error(case, arrays, "xla"))
+        done = dataclasses.replace(plain, error=_error(case, arrays, want))
+        if not done.error < MOST:  # NaN is no error that is small enough
+            done = dataclasses.replace(
+                done, problem=f"relative error {done.error:.1e} where {MOST:.0e} is allowed"
+            )
+        if timed:
+            done = dataclasses.replace(
+                done, kernel_us=_microseconds(case, arrays, want), xla_us=_microseconds(case, arrays, "xla")
+            )
+        return done
+    except Exception as error:  # of any compiler or device, for any reason: told, and the next case goes on
+        return dataclasses.replace(base, error=float("inf"), problem=told(error))
 
 
-CHECKS: dict[str, Callable[[], float]] = {"block_attention": block_attention, "kv_injection": kv_injection}
+def _error(case: Case, arrays: tuple, want: str) -> float:
+    given = case.clean(arrays) if want == "xla" else arrays
+    # on a CPU compiling takes far longer than running
+    options = {"xla_backend_optimization_level": "0"} if platform.backend() == "cpu" else None
+    got = jax.device_get(jax.jit(case.apply(want), compiler_options=options)(*given))
+    return float(case.judge(arrays, got))
+
+
+def _microseconds(case: Case, arrays: tuple, want: str) -> float:
+    """Of one call among several, each of which reads what the one before it wrote; the fastest of a few tries."""
+
+    @jax.jit
+    def many(*arrays):
+        for _ in range(_CALLS):
+            arrays = case.chain(arrays, case.apply(want)(*arrays))
+        return arrays  # all of them, so that nothing of the last call is left out
+
+    jax.block_until_ready(many(*arrays))
+    times = []
+    for _ in range(_TRIES):
+        began = time.perf_counter()
+        jax.block_until_ready(many(*arrays))
+        times.append(time.perf_counter() - began)
+    return min(times) / _CALLS * 1e6
+
+
+def way(op: str) -> tuple[str, str]:
+    """How the kernel of ``op`` runs on this device, ``"pallas"`` or ``"interpret"``; or "" and why it does not."""
+    if platform.backend() in ("cuda", "rocm"):
+        choice = dispatch.explain(op)
+        return ("pallas", "") if choice.implementation == "kernel" else ("", choice.reason)
+    module = importlib.import_module(str(dispatch.KERNELS[op]))
+    return ("interpret", "") if hasattr(module, "interpreted") else ("", module.ABOUT)
 
 
 def self_check() -> dict[str, float]:
     """Relative errors of the kernels that run on this device (none on a CPU); wrong ones are switched off."""
-    errors = {}
-    for op, check in CHECKS.items():
-        if dispatch.explain(op).implementation != "kernel":
+    errors: dict[str, float] = {}
+    for case in check_cases.small():
+        if way(case.op)[0] != "pallas":
             continue
-        try:
-            errors[op] = check()
-            wrong = (
-                None if errors[op] < MOST else f"relative error {errors[op]:.1e} where {MOST:.0e} is allowed"
+        found = run(case, "pallas")
+        errors[case.op] = max(errors.get(case.op, 0.0), float("inf") if found.error is None else found.error)
+        if found.problem:
+            dispatch.disable(case.op, f"switched off by its self-check: {found.problem}")
+            warnings.warn(
+                f"kernel {case.op} is switched off by its self-check: {found.problem}", stacklevel=2
             )
-        except Exception as error:  # a kernel that cannot even be run
-            errors[op] = float("inf")
-            wrong = told(error)
-        if wrong:
-            dispatch.disable(op, f"switched off by its self-check: {wrong}")
-            warnings.warn(f"kernel {op} is switched off by its self-check: {wrong}", stacklevel=2)
     return errors
-
-
-def _random(seed: int, *shape: int):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-
-
-def _error(got, want) -> float:
-    flat = lambda tree: jnp.concatenate([x.astype(jnp.float32).ravel() for x in jax.tree.leaves(tree)])  # noqa: E731
-    got, want = flat(got), flat(want)
-    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-
-
-def main() -> int:
-    """Print what was found; the exit status is 1 if a kernel is wrong."""
-    began, errors = time.monotonic(), self_check()
-    for choice in dispatch.report():
-        print(
-            f"{choice.op}: {choice.implementation}, error {errors.get(choice.op, 'not checked')} ({choice.reason})"
-        )
-    print(f"{time.monotonic() - began:.1f} s")
-    return int(any(not error < MOST for error in errors.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -59,7 +59,7 @@ def wanted(headers: str, symbols: str) -> tuple[Library, ...]:
         elif (parts := line.split()) and owner in names:
             owners[parts[-1]].add(owner)
     functions: dict[str, list[tuple[str, str]]] = {name: [] for name in names}
-    for line in symbols.splitlines():
+    for line in filter(str.strip, symbols.splitlines()):
         kind, symbol = line.split()[-2:]
         name, _, version = symbol.replace("@@", "@").partition("@")
         if kind != "U" or _STANDARD.match(name):

@@ -1,13 +1,16 @@
 """The self-check of kernels, a try of their benchmark, and a tuner that outlives a candidate that crashes."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from specjax.kernels import check, dispatch
+from specjax import cli, registry, selftest
+from specjax.kernels import check, check_cases, dispatch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -44,13 +47,21 @@ def test_the_benchmark_goes_on_where_it_stopped(tmp_path):
 def test_a_kernel_that_fails_its_check_is_switched_off(monkeypatch):
     """KRN.6."""
     assert check.self_check() == {}  # on a CPU no kernel runs
+    assert {case.op for case in check_cases.small()} == set(dispatch.KERNELS)  # none goes unchecked
+    errors = {"block_attention": 0.3, "kv_injection": 1e-3}
+
+    def case(op):
+        return check_cases.Case(
+            op, "told", tuple, lambda want: tuple, lambda *_: errors[op], None, lambda _: 0
+        )
+
     monkeypatch.setattr(dispatch.platform, "backend", lambda: "cuda")
     monkeypatch.setattr(dispatch, "_disabled", {})
-    monkeypatch.setattr(check, "CHECKS", {"block_attention": lambda: 0.3, "kv_injection": lambda: 1e-3})
+    monkeypatch.setattr(check_cases, "small", lambda: [case(op) for op in errors])
     with pytest.warns(
         UserWarning, match="kernel block_attention is switched off by its self-check: relative error"
     ):
-        assert check.self_check() == {"block_attention": 0.3, "kv_injection": 1e-3}
+        assert check.self_check() == errors
     assert "switched off by its self-check" in dispatch.explain("block_attention").reason
     assert dispatch.explain("kv_injection").implementation == "kernel"
 
@@ -58,5 +69,34 @@ def test_a_kernel_that_fails_its_check_is_switched_off(monkeypatch):
 @pytest.mark.gpu
 def test_the_self_check_on_the_device():
     """KRN.6."""
-    assert set(check.self_check()) == set(check.CHECKS)
-    assert check.main() == 0
+    assert set(check.self_check()) >= set(dispatch.KERNELS) - {"packed_attention"}  # which is NVIDIA's
+
+
+def test_what_a_report_of_the_selftest_says(monkeypatch, tmp_path):
+    """A kernel that is wrong, one that ends in an error and one that cannot run here; kept as it is found."""
+    monkeypatch.setattr(selftest, "decoded", lambda dtype, prompts: [selftest.Decoded("none", dtype)])
+    case = check_cases.Case("skinny", "told", tuple, lambda want: tuple, lambda *_: 0.5, None, lambda _: 0)
+    broken = dataclasses.replace(case, name="broken", arrays=lambda: 1 / 0)
+    cases = [case, broken, dataclasses.replace(case, op="packed_attention")]
+    monkeypatch.setattr(check_cases, "small", lambda: cases)
+    said, file = [], tmp_path / "report.json"
+    assert selftest.start(file, say=said.append) == 1
+    text = "\n".join(said)
+    assert "never on AMD" in text
+    assert "skinny, told: FAILED: relative error 5.0e-01 where 1e-02 is allowed" in text
+    assert "skinny, broken: FAILED: ZeroDivisionError: division by zero" in text
+    assert "packed_attention, told: skipped: cuDNN" in text
+    assert "FAILED: 2 of 3 cases of kernels, 1 decodes" in text
+    kept = json.loads(file.read_text())
+    assert (kept["passed"], len(kept["failures"]), kept["machine"]["backend"]) == (False, 2, "cpu")
+    monkeypatch.setattr(check_cases, "small", lambda: cases[2:])
+    assert CliRunner().invoke(cli.app, ["selftest", "--quick"]).exit_code == 0
+
+
+@pytest.mark.long
+def test_the_selftest_passes_on_a_cpu():
+    """KRN.3, KRN.6: every kernel interpreted, every drafter gives plain ids, which are those of the table."""
+    report = selftest.run()
+    assert report.passed, report
+    assert {x.drafter for x in report.decoded} == {"none", *registry.DRAFTERS}
+    assert {x.op for x in report.kernels if not x.skipped} == set(dispatch.KERNELS) - {"packed_attention"}
