@@ -44,12 +44,13 @@ def features_of(params: Params, batch: Batch):
 
 def alone(batch: Batch, found, row: int, document: int, length: int):
     """(tokens, features) of one document cut out of its row, padded to ``length``."""
-    at = np.flatnonzero(np.asarray(batch.doc[row]) == document)
-    cut = lambda x: jnp.pad(x[row, at], ((0, length - len(at)), *((0, 0),) * (x.ndim - 2)))  # noqa: E731
+    batch, found = jax.device_get((batch, found))  # nothing is compiled for the lengths of texts
+    at = np.flatnonzero(batch.doc[row] == document)
+    cut = lambda x: np.pad(x[row, at], ((0, length - len(at)), *((0, 0),) * (x.ndim - 2)))  # noqa: E731
     view = lambda v: KVView(  # noqa: E731
         cut(v.k.swapaxes(1, 2)).swapaxes(0, 1)[None],
         cut(v.v.swapaxes(1, 2)).swapaxes(0, 1)[None],
-        jnp.arange(length)[None],
+        np.arange(length, dtype=np.int32)[None],
     )
     parts = found.replace(
         hidden=cut(found.hidden),
