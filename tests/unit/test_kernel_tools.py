@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 def run(script, *options):
     command = [sys.executable, str(FOLDER / script), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800).stdout
 
 
 @pytest.mark.long
