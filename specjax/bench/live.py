@@ -8,6 +8,8 @@ from specjax import progress
 from specjax.bench.rows import Row
 from specjax.bench.table import Table, line
 
+#: Columns of the growing table: those that fit a terminal.
+SHOWN = ("method", "data", "N", "batch", "T", "x plain", "tau", "R", "tau/R", "identical")
 Done = Callable[[Table, Row], None]
 
 
@@ -41,7 +43,7 @@ def _live(last: int) -> Iterator[Done]:
             status.update(text=Text(text))
 
         def show(table: Table, row: Row) -> None:
-            parts["table"] = table.rich(last)
+            parts["table"] = table.rich(last, SHOWN)
             live.update(Group(parts["table"], status))
 
         with progress.through(say):

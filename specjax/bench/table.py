@@ -4,7 +4,7 @@ import csv
 import dataclasses
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +141,13 @@ class Table:
 
         return drawn.figure(self, kind)
 
-    def rich(self, last: int | None = None) -> Any:
-        """The same for a terminal."""
+    def rich(self, last: int | None = None, names: Sequence[str] = tuple(COLUMNS)) -> Any:
+        """The same for a terminal: the last rows, some of the columns."""
         from rich.table import Table as Rich
         from rich.text import Text
 
         shown = self.latest if last is None else self.latest[-last:]
-        used = [name for name in COLUMNS if any(COLUMNS[name](row) for row in shown)] or list(COLUMNS)[:6]
+        used = [name for name in names if any(COLUMNS[name](row) for row in shown)] or list(names)
         table = Rich()
         for name in used:
             table.add_column(name, justify="left" if name in ("method", "data") else "right")
