@@ -61,18 +61,17 @@ def run(case: Case, want: str, timed: bool = False) -> Outcome:
         arrays = case.arrays()
         base = dataclasses.replace(base, bytes=case.reads(arrays))
         plain = dataclasses.replace(base, xla_error=_error(case, arrays, "xla"))
-        done = dataclasses.replace(plain, error=_error(case, arrays, want))
-        if not done.error < MOST:  # NaN is no error that is small enough
-            done = dataclasses.replace(
-                done, problem=f"relative error {done.error:.1e} where {MOST:.0e} is allowed"
-            )
+        error = _error(case, arrays, want)
+        wrong = not error < MOST  # NaN is no error that is small enough
+        problem = f"relative error {error:.1e} where {MOST:.0e} is allowed" if wrong else ""
+        done = dataclasses.replace(plain, error=error, problem=problem)
         if timed:
             done = dataclasses.replace(
                 done, kernel_us=_microseconds(case, arrays, want), xla_us=_microseconds(case, arrays, "xla")
             )
         return done
-    except Exception as error:  # of any compiler or device, for any reason: told, and the next case goes on
-        return dataclasses.replace(base, error=float("inf"), problem=told(error))
+    except Exception as failure:  # of any compiler or device, for any reason: told, and the next case goes on
+        return dataclasses.replace(base, error=float("inf"), problem=told(failure))
 
 
 def _error(case: Case, arrays: tuple, want: str) -> float:

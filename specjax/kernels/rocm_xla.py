@@ -88,7 +88,7 @@ class Compiler:
         self.chip, self._kept = chip, Path(tempfile.mkdtemp())
         # where XLA leaves the code objects it linked, small ones too
         os.environ |= {"TF_XLA_HSACO_CACHE_DIR": str(self._kept), "TF_XLA_HSACO_BITCODE_SIZE_THRESHOLD": "0"}
-        options = xla_client.generate_pjrt_gpu_plugin_options() | {"platform_name": "ROCM"}
+        options = {**xla_client.generate_pjrt_gpu_plugin_options(), "platform_name": "ROCM"}
         xla_bridge.register_plugin("rocm", priority=0, library_path=str(library), options=options)
         described = topologies.get_topology_desc(
             platform="rocm", topology_name="1x1x1", topology="1x1x1", target_config=description(chip)
@@ -101,10 +101,11 @@ class Compiler:
     def _believe(self, devices: list[Any]) -> None:
         """What is decided at trace time is decided as on the chip. Kernels are not tried one by one: the first tiles of
         the table are compiled with the program."""
-        here: Any = jax  # its functions are replaced
+        here: Any = jax  # functions of modules are replaced
+        table: Any = dispatch
         here.default_backend = lambda: "rocm"
         here.devices = lambda *_: devices
-        dispatch._failure = lambda *_: None
+        table._failure = lambda *_: None
 
     def __call__(self, function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> Compiled:
         """Compile ``function`` at ``shapes`` with the options that decoding uses on ROCm."""
@@ -114,7 +115,8 @@ class Compiler:
             lowered = jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(place, shapes))
             middle = time.perf_counter()
             done = lowered.compile(compiler_options=platform.compiler_options("rocm"))
-        memory, text = done.memory_analysis(), done.as_text()
+        memory: Any = done.memory_analysis()
+        text = str(done.as_text())
         objects = [path.read_bytes() for path in sorted(self._kept.iterdir())]
         codes = [code for one in objects for code in kernels(one)]
         return Compiled(
