@@ -35,7 +35,7 @@ def drawn(rng):
     budget = [0, 1, 2, 3, 7, 20, 33]
     options = {"max_len": 64, "logprobs": True, "rows": 3, "loop": rng.choice(["device", "device", "host"])}
     options["max_new_tokens"] = [rng.choice(budget) for _ in range(n)] if rng.random() < 0.6 else 33
-    options |= {"rounds": rng.choice([1, 5]), "prefill_chunk": rng.choice([16, 512])}
+    options |= {"rounds": rng.choice([1, 2, 5, 16]), "prefill_chunk": rng.choice([16, 512])}
     if rng.random() < 0.6:  # the first row keeps every option compiled in
         options |= {
             name: [on, *(rng.choice([on, off]) for _ in prompts[1:])] for name, (on, off) in HOT.items()

@@ -45,8 +45,6 @@ def test_200_rounds(kind):
 
 
 NEW = 44
-#: How the turns of a pair are driven; chunks of rounds are the loop's affair, so pairs share them out.
-CHUNKS = (1, 3, 5)
 
 
 @LONG
@@ -54,7 +52,6 @@ CHUNKS = (1, 3, 5)
 def test_decoding(kind, host):
     """GRD.1, BAT.3, BAT.4, PFX.1, KVR.1: by the public call, every mode on every prompt, five prompts in three rows,
     prompts cut in fours, chunks of several rounds and the host's loop."""
-    some = {"rounds": CHUNKS[hosts.OTHERS.index((kind, host)) % len(CHUNKS)]}
     known, params = hosts.plain(host, NEW), hosts.drafted(hosts.target(host), kind)
     call = {
         "max_new_tokens": NEW,
@@ -64,7 +61,7 @@ def test_decoding(kind, host):
         "prefill_chunk": 4,
         **hosts.SAMPLED,
     }
-    for turn, driving in enumerate(({}, some, {}, {"loop": "host"}, some)):
+    for turn, driving in enumerate(({}, {"rounds": 3}, {"rounds": 1}, {"loop": "host"}, {"rounds": 5})):
         modes = told.ROTATING[turn:] + told.ROTATING[:turn]
         scripted = testing.corrupted(params, zip(hosts.PROMPTS, known, strict=True), modes)
         out = specjax.decode(scripted, hosts.PROMPTS, **call, **driving)
