@@ -133,7 +133,8 @@ def _tiny(dtype) -> Params:
 def decode(params: Params, prompt: Any, **options: Any) -> Result:
     """Generate text; speculative when ``params`` have a drafter. The output is the target's own.
 
-    Sampling options, ``seed`` and ``max_new_tokens`` also take a list with one value per prompt (None in it: the default).
+    Sampling options, ``seed`` and ``max_new_tokens`` also take a list with one value per prompt (None in it: the
+    default).
 
     Args:
         params: from :func:`load`.
@@ -253,6 +254,8 @@ def sweep(
         plain_every: plain decoding answers a data set once; beside every row, every so many of its batches (4) are
             decoded plainly again, in turn with the row's own, and ratios are to plain decoding as fast as it is then.
         max_len: token buffer; default: what serves every data set, so that they share their programs.
+        compile_threads: programs of a method that are compiled at once, before its first row; default: half the
+            processors, at most eight. 1: each when it is needed.
         seconds: begin no row that would not fit, as long as the longest took; ``finished`` of the table tells.
         done: called with the table so far and every new row.
 

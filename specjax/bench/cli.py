@@ -150,6 +150,12 @@ def sweep(
     seconds: Annotated[
         float | None, typer.Option("--seconds", help="Begin no row that would not fit.", show_default=False)
     ] = None,
+    compile_threads: Annotated[
+        int | None,
+        typer.Option(
+            "--compile-threads", help="Programs compiled at once; 1 = when needed.", show_default=False
+        ),
+    ] = None,
     dtype: opt.Dtype = None,
     platform: Platform = None,
     rule: opt.Rule = None,

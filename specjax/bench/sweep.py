@@ -69,6 +69,7 @@ def sweep(
     best_repeats: int = 1,
     plain_every: int = 4,
     seconds: float | None = None,
+    compile_threads: int | None = None,
     dtype: Any = "auto",
     platform: str | None = None,
     parts: bool = True,
@@ -90,6 +91,9 @@ def sweep(
         params, contenders(params, methods), sets, Path(out), max_new_tokens, max_len, plain_every, parts, options,
         plots, done, {one.name: longer(one.left_out, max_prompt_tokens) for one in sets},
     )  # fmt: skip
+    sweeping.at_once = (
+        ahead.threads() if compile_threads is None else positive("compile_threads", compile_threads)
+    )
     tasks = list(_tasks(sweeping, k, batch, temperature, positive("repeats", repeats)))
     with sweeping.opened(), line(verbose) as say:
         finished = sweeping.over(tasks, seconds, say)
@@ -147,7 +151,7 @@ class Sweep:
     notes: Mapping[str, Sequence[str]]
     measure: Callable[..., Row] = measuring.measure
     plain_answers: Callable[..., Plain] = measuring.plain_answers
-    threads: Callable[[], int] = ahead.threads
+    at_once: int = 1
 
     def __post_init__(self) -> None:
         self.began, self.longest, self.ahead = time.perf_counter(), 0.0, 0.0
@@ -204,12 +208,12 @@ class Sweep:
             k = self._shape(task)[1]
             if isinstance(k, int) and _impossible(params, k) is None:
                 asked.setdefault(self._shape(task), (self._batches(task), k))
-        self._compiled |= compile_ahead(params, asked, self.options.get("rule"), self.parts, self.threads())
+        self._compiled |= compile_ahead(params, asked, self.options.get("rule"), self.parts, self.at_once)
         self.ahead = max(self.ahead, time.perf_counter() - began)
 
     def _together(self, task: Task, tasks: Sequence[Task]) -> list[Task]:
         """Rows of a method to compile for before its first one; none where few processors would only do it in turn."""
-        if self.threads() < 2 or task.method in self._prepared:
+        if self.at_once < 2 or task.method in self._prepared:
             return []
         return [t for t in tasks if t.method == task.method and t.key not in self.store.rows.found]
 

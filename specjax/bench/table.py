@@ -159,7 +159,8 @@ class Table:
         from rich.console import Console
 
         console = Console(width=200, file=io.StringIO(), highlight=False)
-        console.print(self.rich(), *self._below(), sep="\n", markup=False)
+        console.print(self.rich())
+        console.print(*self._below(), sep="\n", markup=False, soft_wrap=True)
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
     __repr__ = __str__

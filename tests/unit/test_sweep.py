@@ -125,7 +125,7 @@ def faked(monkeypatch, told):
 
     class Faked(sweeping.Sweep):
         def __init__(self, *args):
-            super().__init__(*args, measure=measure, plain_answers=plain_answers, threads=lambda: 2)
+            super().__init__(*args, measure=measure, plain_answers=plain_answers)
 
     def compile_ahead(params, asked, rule, parts, at_once):
         order.append(("compile", *[key[0] for key in asked][:1], [k for _, k in asked.values()]))
@@ -144,6 +144,7 @@ ASKED = {
     "k": (1, 3),
     "max_new_tokens": 8,
     "plots": False,
+    "compile_threads": 2,
 }
 
 
