@@ -218,9 +218,10 @@ def heads_of(
     layer: Layer, cfg: Body, x: Float[Array, "B Q W"]
 ) -> tuple[Float[Array, "B Q H C"], Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
     """:func:`queries` and :func:`keys_values` of the same rows."""
-    weights = [(layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)]
-    weights = [pair for pair in weights if pair[0] is not None]
-    q, raw, *rest = linears(x, [w for w, _ in weights], [b for _, b in weights])
+    own = () if layer.v is None else (layer.v,)
+    q, raw, *rest = linears(
+        x, (layer.q, layer.k, *own), (layer.q_bias, layer.k_bias, layer.v_bias)[: 2 + len(own)]
+    )
     q = q if layer.q_norm is None else norm(q, layer.q_norm, cfg)
     return q, *_finished(layer, cfg, raw, rest[0] if rest else raw)
 

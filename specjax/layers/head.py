@@ -42,8 +42,9 @@ def best(x: Float[Array, "*N D"], table: Float[Array, "V D"], cap: Cap, lse: boo
     run = dispatch.implementation(
         "head", _facts(x, table, cap, lse), functools.partial(_reference, cap=cap, lse=lse)
     )
-    found = run(x.reshape(-1, x.shape[-1]), table)
-    return tuple(None if y is None else y.reshape(x.shape[:-1]) for y in found)
+    top, token, sums = run(x.reshape(-1, x.shape[-1]), table)
+    lead = x.shape[:-1]
+    return top.reshape(lead), token.reshape(lead), None if sums is None else sums.reshape(lead)
 
 
 def _facts(x, table, cap: Cap, lse: bool) -> tuple:

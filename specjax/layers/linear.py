@@ -113,7 +113,9 @@ def _few(x: Rows, weights: Sequence[Array], out_dtype, activation: Callable | No
 def _reference(x, *arrays, count: int, settings: Settings) -> tuple:
     """What the kernel does, by XLA."""
     weights, norm = arrays[:count], arrays[count:]
-    x = Normed(x, *norm, *settings.norm).array() if settings.norm is not None else x
+    if settings.norm is not None:
+        eps, offset = settings.norm
+        x = Normed(x, norm[0], eps, offset).array()
     found = tuple(product(x, w, settings.out_dtype) for w in weights)
     return found if settings.activation is None else (settings.activation(found[0]) * found[1],)
 
