@@ -20,7 +20,7 @@ from specjax.types import Params, tree_bytes
 #: Plain decoding of a batch varies by more than this factor: the machine did something else as well.
 UNEVEN = 1.3
 #: Differing prompts whose logit gap is looked at.
-LOOKED_AT = 8
+LOOKED_AT = 64
 
 
 def rule_of(call: Call) -> str:
