@@ -3,6 +3,7 @@ cannot reach them, one that cannot be built is replaced, and no cache is copied 
 
 import dataclasses
 import functools
+import re
 
 import gemma_tiny
 import jax
@@ -103,6 +104,7 @@ def test_every_drafter(used, name, method, k, changes):
     assert used >= {"block_attention"} | ({"kv_injection"} if method in ("dflash", "dspark") else set())
     if method is not None:
         want = specjax.decode(params, PROMPTS, **OPTIONS, **wide, kernels="xla")
+        assert sum(s.accepted for s in got.stats) > 0
         assert [(s.proposed, s.accepted) for s in got.stats] == [(s.proposed, s.accepted) for s in want.stats]
 
 
@@ -222,7 +224,9 @@ def test_kernels_that_cannot_be_built_leave_xla_s_program(pretend):
     params = half(drafted("gemma3", "dflash"))
     program, state = rows_of(params, 3)
     weights = params.target, params.drafter
-    text = lambda want: str(jax.make_jaxpr(one_round(program, want))(weights, state))  # noqa: E731
+
+    def text(want):
+        return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(one_round(program, want))(weights, state)))
 
     def fails(*_):
         raise RuntimeError("Shared memory size limit exceeded")
