@@ -26,6 +26,7 @@ def test_answers_sensibly(params):
     assert out.tokens[-1] in params.meta.eos_ids
 
 
+@pytest.mark.long
 def test_drafting_changes_nothing(params):
     """GRD.1, GRD.6, MET.6, PEER.5, PEER.8: ids equal plain decoding's; on a CPU, whose costs decide how much is
     drafted, the drafter does as well as it did, on a text that repeats itself and one that does not."""
