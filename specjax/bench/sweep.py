@@ -16,20 +16,19 @@ from typing import Any
 from specjax import calls
 from specjax.bench import ahead, measure as measuring
 from specjax.bench.ahead import compile_ahead
+from specjax.bench.answers import kept, restored
 from specjax.bench.contenders import Contender, check_platform, contenders, digest, target_of
 from specjax.bench.data import Dataset, dataset as _dataset, not_longer
 from specjax.bench.facts import facts
 from specjax.bench.measure import Plain
-from specjax.bench.rows import Row, Timed
+from specjax.bench.rows import Row
 from specjax.bench.run import values
 from specjax.bench.setting import PREFILL, Batches, Setting, batches, lengths, longer
 from specjax.bench.store import Store
 from specjax.bench.table import Table
 from specjax.config import positive, prefill_bucket, token_bucket
 from specjax.core.platform import enable_compilation_cache
-from specjax.metrics import Stats
 from specjax.progress import line
-from specjax.results import Completion
 from specjax.types import Params
 
 BEST = "best"
@@ -292,12 +291,12 @@ class Sweep:
         if key not in self._plain:
             wanted = Setting(**setting)
             made = self._batches(task)
-            kept = self.store.plain.found.get(key)
-            if kept is None:
+            said = self.store.plain.found.get(key)
+            if said is None:
                 plain = self.plain_answers(self.params, self._prompts(task), wanted)
-                self.store.plain.add(key, _kept(plain))
+                self.store.plain.add(key, kept(plain))
             else:
-                plain = _restored(kept, wanted, made.ids)
+                plain = restored(said, wanted, made.ids)
             self._plain[key] = plain
         return self._plain[key]
 
@@ -338,29 +337,3 @@ _SETTING = (
     "kernels",
     "sampling",
 )
-
-
-def _kept(plain: Plain) -> dict[str, Any]:
-    """Answers as JSON, without the prompts."""
-    answers = [[(one.tokens, one.finish_reason) for one in batch] for batch in plain.answers]
-    return {
-        "checksum": plain.checksum,
-        "answers": answers,
-        "timed": [t._asdict() for t in plain.timed],
-        "compile_seconds": plain.compile_seconds,
-    }
-
-
-def _restored(kept: Mapping[str, Any], setting: Setting, ids: Sequence[Sequence[list[int]]]) -> Plain:
-    timed = [Timed(**(t | {"rounds": tuple(t["rounds"])})) for t in kept["timed"]]
-    answers = [
-        [_answer(prompt, *one) for prompt, one in zip(batch, said, strict=True)]
-        for batch, said in zip(ids, kept["answers"], strict=True)
-    ]
-    return Plain(kept["checksum"], setting, answers, timed, kept["compile_seconds"])
-
-
-def _answer(prompt: list[int], tokens: list[int], reason: str) -> Completion:
-    return Completion(
-        text=None, tokens=tokens, finish_reason=reason, stats=Stats(), prompt_tokens=prompt, drafted=[]
-    )

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import specjax
 from specjax.bench import data, measure as measuring, sweep as sweeping
+from specjax.bench.answers import answer
 from specjax.bench.rows import Row, Spread, Timed
 from specjax.bench.setting import batches
 from specjax.bench.store import Lines, Store
@@ -119,7 +120,7 @@ def faked(monkeypatch, told):
     def plain_answers(params, prompts, setting):
         order.append(("plain", setting.batch))
         made = batches(params, prompts, setting)
-        answers = [[sweeping._answer(ids, [1, 2], "length") for ids in batch] for batch in made.ids]
+        answers = [[answer(ids, [1, 2], "length") for ids in batch] for batch in made.ids]
         timed = [Timed(2, 1, (1,) * len(batch), 0.1, 0.1) for batch in made.ids]
         return measuring.Plain(made.checksum, setting, answers, timed)
 
