@@ -13,7 +13,7 @@ costs (R, in plain steps): tau / R is the expected gain.
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Where in a decode the parts are measured: after these shares of its rounds.
 PLACES = (0.25, 0.5, 0.75)
+#: Seconds that the measurements of whole decodes should take together, and how many there are at most.
+ENOUGH, MOST = 0.5, 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +140,7 @@ def profile(
         trace: folder for a trace of up to 16 rounds, made by jax's profiler: ``perfetto_trace.json.gz`` in it opens in
             https://ui.perfetto.dev, the folder in TensorBoard. Operations are named by the parts of a round.
         plain: measure plain decoding of the same prompts beside (compiles it, too).
-        repeats: measurements of each time, of which the least counts.
+        repeats: measurements of each time, of which the least counts; short ones are repeated more often.
         **options: those of :func:`specjax.decode`; ``max_new_tokens`` decides how many rounds are run.
 
     Returns:
@@ -219,15 +221,17 @@ class _Whole:
     def __init__(self, params: Params, prompt: Any, options: dict[str, Any], call: Call, repeats: int):
         self.call, self.engine = call, call.engines()[0]
         self.stats = decode(params, prompt, **options).total
-        timed = [decode(params, prompt, **options).total for _ in range(repeats)]
         self.widths = self._seen()
         self.rounds = sum(self.widths.values())
         if not self.rounds:
             raise ValueError(
                 "nothing to profile: every answer ended with its first token; choose another prompt"
             )
-        self.clock = min(stats.decode_seconds for stats in timed) / self.rounds
-        self.round = min(self._seconds() for _ in range(repeats + 1)) / self.rounds  # the first warms up
+        self._seconds()  # warms up
+        self.clock = (
+            _least(lambda: decode(params, prompt, **options).total.decode_seconds, repeats) / self.rounds
+        )
+        self.round = _least(self._seconds, repeats) / self.rounds
 
     def state(self, rounds: int = 0) -> State:
         """The state after prefill and some rounds, ready on the device."""
@@ -257,6 +261,14 @@ class _Whole:
             state, _ = self.engine.chunk(state, n)
         jax.block_until_ready(state)
         return time.perf_counter() - began
+
+
+def _least(measure: Callable[[], float], repeats: int) -> float:
+    """The least of so many measurements; of more while they are short, since these are disturbed the most."""
+    seen = [measure() for _ in range(repeats)]
+    while sum(seen) < ENOUGH and len(seen) < MOST:
+        seen.append(measure())
+    return min(seen)
 
 
 def _chunks(engine: Engine, rounds: int) -> Iterator[int]:

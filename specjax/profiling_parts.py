@@ -1,8 +1,8 @@
 """The parts of a round, each compiled and timed alone: the device's time of draft, verify, accept, commit and inject.
 
-A part runs in a loop of turns inside one program, as rounds do, so that what a call costs is not counted. What a turn
-gives goes into the next one's input (as a zero that the compiler cannot know to be one), so that no turn can be left
-out or moved before the loop.
+A part runs in a loop of turns inside one program, as rounds do; what a call without a turn takes is not counted. What
+a turn gives goes into the next one's input (as a zero that the compiler cannot know to be one), so that no turn can be
+left out or moved before the loop.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from specjax.types import Proposal, State, TargetOut, Verdict
 
 #: Parts in the order in which a round runs them; each is a named scope of :mod:`specjax.core.round`.
 PARTS = ("draft", "verify", "accept", "commit", "inject")
-#: Seconds that the turns of one measurement should take together.
-ENOUGH = 0.05
+#: Seconds that the turns of one measurement should take together, and how many there are at most.
+ENOUGH, MOST = 0.05, 4096
 _NEVER = -1234567  # no token, count or length is this
 
 Timed = Callable[[], float]
@@ -65,10 +65,11 @@ def _timer(program: Program, width: int, weights: rnd.Weights, part: str, carry:
         jax.block_until_ready(run(weights, jnp.int32(turns), carry, *given))
         return time.perf_counter() - began
 
-    seconds(1)
-    once = seconds(1)
-    turns = max(1, min(2000, round(ENOUGH / max(once, 1e-6))))
-    return lambda: seconds(turns) / turns
+    least = lambda turns: min(seconds(turns) for _ in range(3))  # noqa: E731
+    empty, turns = least(0), 1
+    while (took := least(turns)) < ENOUGH and turns < MOST:
+        turns = min(MOST, turns * max(2, min(16, round(ENOUGH / max(took, 1e-6)))))
+    return lambda: max(seconds(turns) - empty, 0.0) / turns
 
 
 @functools.lru_cache(maxsize=64)

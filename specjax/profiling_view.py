@@ -69,8 +69,13 @@ def rows(profile: "Profile") -> list[tuple[str, str, str, str, str]]:
 
 
 def header(profile: "Profile") -> tuple[str, ...]:
-    """Names of the columns of :func:`rows`; "traced" is empty without a trace."""
-    return ("part", "ms", "share", "traced ms" if profile.scopes else "", "")
+    """Names of the columns of :func:`shown`."""
+    return ("part", "ms", "share", *(("traced ms",) if profile.scopes else ()), "")
+
+
+def shown(profile: "Profile") -> list[tuple[str, ...]]:
+    """:func:`rows` without the trace's column where there is no trace."""
+    return [row if profile.scopes else (*row[:3], row[4]) for row in rows(profile)]
 
 
 def text(profile: "Profile") -> str:
@@ -87,15 +92,15 @@ def table(profile: "Profile") -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table()
-    for i, name in enumerate(header(profile)):
-        shown.add_column(name, justify="right" if 0 < i < 4 else "left")
-    found = rows(profile)
+    names, found = header(profile), shown(profile)
+    table = Table()
+    for i, name in enumerate(names):
+        table.add_column(name, justify="right" if 0 < i < len(names) - 1 else "left")
     for row in found[:-1]:
-        shown.add_row(*row)
-    shown.add_section()
-    shown.add_row(*found[-1])
-    return Group(Text(heading(profile)), shown, Text(verdict(profile)))
+        table.add_row(*row)
+    table.add_section()
+    table.add_row(*found[-1])
+    return Group(Text(heading(profile)), table, Text(verdict(profile)))
 
 
 def page(profile: "Profile") -> html.Html:
@@ -105,7 +110,7 @@ def page(profile: "Profile") -> html.Html:
     bar = html.stacked([(name, max(seconds, 0.0)) for name, seconds in parts], profile.round + profile.host)
     found = [
         (html.joined(html.swatch(colours[name]), " ", name) if name in colours else name, *numbers)
-        for name, *numbers in rows(profile)
+        for name, *numbers in shown(profile)
     ]
     return html.joined(
         html.caption(heading(profile)),
