@@ -87,6 +87,7 @@ def default_groups() -> list[Group]:
     found += [
         Group("qwen3-8b", b, n, _WIDE) for b, n in ((8, 1024), (32, 1024), (8, 8192), (8, 2048), (32, 2048))
     ]
+    found += [Group("smollm2-135m", 1, 1024, ("c8", "eagle3-3", "dflash-7", "dspark-7", "ngram-7"))]
     found += [Group(shape, 1, 1024, methods) for shape, methods in _MIXED.items()]
     found += [Group("qwen3-8b", 32, 8192, _WIDE, ragged=True)]
     found += [

@@ -130,6 +130,8 @@ def limits(row: dict[str, Any]) -> list[Limit]:
             found.append(
                 Limit(f"{about} host gap in plain steps", row["host_ms"] / row["plain_ms"], 0.03, False)
             )
+    elif row["shape"] == "smollm2-135m" and row.get("host_ms") is not None:
+        found.append(Limit(f"{about} host gap in us", 1e3 * row["host_ms"], 60, False))
     elif row["batch"] > 1 or row["context"] > 1024:
         found.append(Limit(f"{about} ms / model", row["ms"] / row["model_ms"], 1.10, False))
     return found

@@ -52,8 +52,15 @@ _QWEN36 = {
     "partial_rotary_factor": 0.25, "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
 
+_SMOLLM2 = _LLAMA | {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192,
+    "rope_theta": 1e5, "tie_word_embeddings": True,
+}  # fmt: skip
+
 #: Name -> config of the target.
 SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": _SMOLLM2,
     "qwen3-8b": _QWEN3,
     "llama-3.1-8b": _LLAMA,
     "gemma-4-26b-a4b": _GEMMA_26B,
@@ -184,18 +191,18 @@ _SIZED = {
 
 
 def _body(cfg: Any, layers: int) -> Body:
-    """Layers of a drafter as wide as the target: the target's own heads where they are of 128, else as many of 128.
+    """Layers of a drafter as wide as the target: the target's own heads up to size 128, else 32 of 128.
 
     What the drafters published for Gemma 4 and Qwen3.6 have is taken for Qwen3-like layers of three times the width.
     """
     head = getattr(cfg, "head_dim", 256)
-    small, like = cfg.hidden_size < 1024, head == 128
+    small, like = cfg.hidden_size < 256, head <= 128
     if small:
         heads, kv_heads, head, mlp = 4, 2, 16, 48
     else:
         heads = cfg.heads if like else 32
         kv_heads = cfg.kv_heads if like else 8
-        head, mlp = 128, cfg.mlp_size if like else 3 * cfg.hidden_size
+        head, mlp = (head, cfg.mlp_size) if like else (128, 3 * cfg.hidden_size)
     return Body(
         hidden_size=cfg.hidden_size, heads=heads, kv_heads=kv_heads, head_dim=head, mlp_size=mlp, eps=1e-6,
         rope=RopeConfig(head, 1e6), qk_norm=True, windows=(None,) * layers,

@@ -120,6 +120,7 @@ def test_limits_are_told_as_held_or_missed(steps):
         (row(method="mtp32k", k=3, ms=5.0), ["missed (to be explained)"]),
         (row(batch=8, ms=3.9), ["held"]),
         (row(shape="llama-3.1-8b"), []),
+        (row(shape="smollm2-135m", method="ngram", k=7, host_ms=0.05), ["held"]),
     ]:
         said = [str(x) for x in steps.model.limits(given)]
         assert all(x.startswith(verdict + " ") for x, verdict in zip(said, verdicts, strict=True)), said
