@@ -21,8 +21,16 @@ from specjax.registry import DRAFTERS
 from specjax.testing.corrupted import OWN
 from specjax.types import Proposal
 
-SHORT = ("eagle3", "draft_model", "dspark")
-NAMES = [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in DRAFTERS]
+LONG = pytest.mark.long
+
+
+def drafters(quick: str):
+    """Every drafter; one of them in the quick tests."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(n, marks=() if n == quick else LONG) for n in DRAFTERS]
+    )
+
+
 #: (drafts, rounds): plain rounds before, between and after; None = as many as the drafter has.
 ORDER = [(None, 1), (0, 2), (1, 1), (0, 3), (None, 2), (1, 2), (0, 1)]
 
@@ -57,7 +65,7 @@ def scripted(name: str):
     return testing.corrupted(testing.tiny_drafter(model(), name), known, modes)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@drafters(quick="dspark")
 def test_greedy_ids(listed, name):
     """GRD.1, GRD.3, BAT.4: finished rows are refilled; a second call compiles nothing (PRF.3)."""
     params = scripted(name)
@@ -71,7 +79,7 @@ def test_greedy_ids(listed, name):
     assert programs.compile_count() == compiled
 
 
-@pytest.mark.parametrize("name", NAMES)
+@drafters(quick="draft_model")
 def test_the_next_proposal_after_plain_rounds(name):
     """KVR.3, KVR.4, I3: after rounds without drafts a drafter proposes what it proposes after a fresh prefill of the
     committed text, so acceptance does not suffer from a change of width."""
@@ -105,7 +113,7 @@ def test_the_next_proposal_after_plain_rounds(name):
 
 def test_the_same_seed_gives_plain_ids(listed):
     """RNG.1, RNG.2: without a rule of the call's own, sampled ids do not depend on widths."""
-    params = scripted("eagle3")
+    params = scripted("dspark")
     call = {"max_new_tokens": NEW, "temperature": 1.5, "seed": 5, "rows": 3}
     drawn = specjax.decode(params, PROMPTS[:3], k="auto", **call)
     assert drawn.tokens == specjax.decode(model(), PROMPTS[:3], **call).tokens

@@ -160,11 +160,20 @@ def best(machine, chances, noise=0.05):
     return {w: machine(w) * usual / choice.tokens(chances, w) for w in (0, 1, 3, 5, 7, 11, 15)}
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+#: A text per machine in the quick tests, each once.
+QUICK = set(zip(MACHINES, TEXTS, strict=True))
+PAIRS = [
+    pytest.param(m, t, id=f"{m}, {t}", marks=() if (m, t) in QUICK else pytest.mark.long)
+    for m in MACHINES
+    for t in TEXTS
+]
+
+
+@pytest.mark.parametrize(("machine", "text"), PAIRS)
 def test_a_call_is_as_fast_as_its_best_width(machine, text):
     """PRF.1: over 3,000 tokens from nothing known, at least 0.97 of plain decoding and 0.95 of the best fixed width
     (mean of three texts), and few widths are ever compiled."""
+    machine, text = MACHINES[machine], TEXTS[text]
     fixed = best(machine, text)
     runs = [decode(machine, lambda _: text, 3000, seed) for seed in range(3)]
     mean = np.mean([took for took, _ in runs])
