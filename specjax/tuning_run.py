@@ -117,7 +117,7 @@ def tune(
     chosen = target if best.method is None else lab.loaded[best.method]
     own: dict[str, Any] = {"rows": best.rows} | ({"k": best.k} if best.method else {})
     meta = dataclasses.replace(chosen.meta, defaults=tuple(sorted(own.items())))
-    return Tuning(chosen.replace(meta=meta), tuple(found))
+    return Tuning(dataclasses.replace(chosen, meta=meta), tuple(found))
 
 
 def _left(lab: "_Lab", found: Sequence[Found]) -> list[str]:
@@ -163,7 +163,7 @@ class _Lab:
                 self.say(f"{method or 'plain'}, N {k}: compiling")
                 made.answer(params, batch, max_new_tokens=min(WARM, made.setting.max_new_tokens), **more)
                 self._warm.add((method, k, made.setting.batch, width))
-        answers = []
+        answers: list[list[metrics.Stats]] = []
         for i in sample:
             self.say(f"{method or 'plain'}, N {k}: prompt {len(answers) + 1} of {len(sample)}")
             answers.append([one.stats for one in made.answer(params, i, **more)])

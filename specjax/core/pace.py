@@ -195,9 +195,11 @@ class Tuned:
     def _next(self) -> list[Step]:
         known = self.memory
         measured = known.seconds
-        for width in (0, self._first):  # without these two there is nothing to compare
-            if width not in measured and width not in self._asked:
-                return self._measure(width)
+        missing = [w for w in (0, self._first) if w not in measured and w not in self._asked]
+        if (
+            missing
+        ):  # without these two there is nothing to compare; in turn, so that a slow moment meets both
+            return self._measure(*missing)
         if not measured.keys() >= {self._first, 0}:
             return [Step(0, PROBE)]
         current = self._first if known.width is None else known.width
@@ -208,9 +210,9 @@ class Tuned:
         known.width = best
         return self._look(best) or [Step(best, ROUNDS if best else 2 * ROUNDS, self._cuts(best))]
 
-    def _measure(self, width: int) -> list[Step]:
-        self._asked.add(width)
-        return [Step(width, 2), Step(width, PROBE)]
+    def _measure(self, *widths: int) -> list[Step]:
+        self._asked |= set(widths)
+        return [Step(width, rounds) for rounds in (2, PROBE) for width in widths]
 
     def _look(self, best: int) -> list[Step]:
         """A few rounds of another width, when its seconds are old (or, in plain decoding, chances are) and the
