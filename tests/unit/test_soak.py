@@ -19,7 +19,8 @@ STATES = 3
 
 
 def work() -> tuple[list[list[int]], list[int]]:
-    """Prompts of 1 to 16 tokens, one prefill width, and budgets of 50 to 87, in an order in which rows fall free alone and together."""
+    """Prompts of 1 to 16 tokens, one prefill width, and budgets of 50 to 87, in an order in which rows fall free alone
+    and together."""
     rng = np.random.default_rng(11)
     prompts = [rng.integers(70, 110, rng.integers(1, 17)).tolist() for _ in range(COUNT)]
     budgets = [int(n) for n in rng.integers(50, 88, COUNT)]
