@@ -31,11 +31,13 @@ Rows = Array | Normed
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the kernel does besides multiplying: (eps, offset) of the norm before, the activation of a gate after."""
+    """What the kernel does besides multiplying: (eps, offset) of the norm before, the activation of a gate after.
+    ``wide``: where XLA norms, it rounds once, as the kernel does."""
 
     out_dtype: Any = None
     norm: tuple[float, bool] | None = None
     activation: Callable | None = None
+    wide: bool = False
 
 
 def precision_of(dtype) -> jax.lax.Precision | None:
@@ -96,7 +98,7 @@ def product(x: Float[Array, "*N D"], w: Float[Array, "*F D"], out_dtype=None) ->
 def _few(x: Rows, weights: Sequence[Array], out_dtype, activation: Callable | None = None) -> tuple | None:
     """Products by the kernel, None where there is none for them."""
     rows, norm = (x.x, (x.eps, x.offset)) if isinstance(x, Normed) else (x, None)
-    settings = Settings(out_dtype, norm, activation)
+    settings = Settings(out_dtype, norm, activation, isinstance(x, Normed) and x.wide)
     flat = rows.reshape(-1, rows.shape[-1])
     tables = tuple(w.reshape(-1, w.shape[-1]) for w in weights)
     if dispatch.wanted() == "auto" and sum(w.size for w in tables) < _LARGE:
@@ -115,7 +117,7 @@ def _reference(x, *arrays, count: int, settings: Settings) -> tuple:
     weights, norm = arrays[:count], arrays[count:]
     if settings.norm is not None:
         eps, offset = settings.norm
-        x = Normed(x, norm[0], eps, offset).array()
+        x = Normed(x, norm[0], eps, offset, settings.wide).array()
     found = tuple(product(x, w, settings.out_dtype) for w in weights)
     return found if settings.activation is None else (settings.activation(found[0]) * found[1],)
 

@@ -38,16 +38,19 @@ def rms_norm_wide(
 
 @struct.dataclass
 class Normed:
-    """``rms_norm`` (``offset``: ``rms_norm_offset``) of ``x``, left to the product that reads it."""
+    """``rms_norm`` of ``x`` (``offset``: ``rms_norm_offset``; ``wide``: ``rms_norm_wide``), left to the product that
+    reads it."""
 
     x: Float[Array, "*N D"]
     weight: Float[Array, " D"]
     eps: float = struct.field(pytree_node=False)
     offset: bool = struct.field(pytree_node=False, default=False)
+    wide: bool = struct.field(pytree_node=False, default=False)
 
     def array(self) -> Float[Array, "*N D"]:
         """The normed rows."""
-        return (rms_norm_offset if self.offset else rms_norm)(self.x, self.weight, self.eps)
+        norm = rms_norm_offset if self.offset else rms_norm_wide if self.wide else rms_norm
+        return norm(self.x, self.weight, self.eps)
 
 
 def _normed(x, eps):

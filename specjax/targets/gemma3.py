@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from specjax.core.cache import DenseKV, RingKV
 from specjax.layers.attention import attend
-from specjax.layers.linear import linear
+from specjax.layers.linear import linears
 from specjax.layers.mlp import geglu
-from specjax.layers.norm import rms_norm_offset
+from specjax.layers.norm import Normed, rms_norm_offset
 from specjax.layers.rope import rope_angles, rotate
 from specjax.targets import gemma
 from specjax.targets.decoder import Weights, commit, outer_specs, walk
@@ -146,17 +146,19 @@ def forward(
         kind = cfg.kind(i)
         mixed, kv = _attention(layer, cfg, kind, x, angles[kind], pos, valid, kv, mode)
         x = x + rms_norm_offset(mixed, layer.post_attn_norm, cfg.eps)
-        fed = geglu(rms_norm_offset(x, layer.mlp_norm, cfg.eps), layer.gate, layer.up, layer.down)
+        normed = Normed(x, layer.mlp_norm, cfg.eps, offset=True)
+        fed = geglu(normed, layer.gate, layer.up, layer.down)
         return x + rms_norm_offset(fed, layer.post_mlp_norm, cfg.eps), kv
 
     return walk(x, p.layers, cache, taps, step, lambda x: rms_norm_offset(x, p.norm, cfg.eps))
 
 
 def _attention(layer, cfg, kind, x, angles, pos, valid, kv, mode):
-    x = rms_norm_offset(x, layer.attn_norm, cfg.eps)
-    q = rotate(rms_norm_offset(linear(x, layer.q), layer.q_norm, cfg.eps), *angles)
-    k = rotate(rms_norm_offset(linear(x, layer.k), layer.k_norm, cfg.eps), *angles)
-    keys, values, key_pos, kv = kv.extend(k, linear(x, layer.v), pos, valid, mode)
+    x = Normed(x, layer.attn_norm, cfg.eps, offset=True)
+    q, k, v = linears(x, (layer.q, layer.k, layer.v))
+    q = rotate(rms_norm_offset(q, layer.q_norm, cfg.eps), *angles)
+    k = rotate(rms_norm_offset(k, layer.k_norm, cfg.eps), *angles)
+    keys, values, key_pos, kv = kv.extend(k, v, pos, valid, mode)
     out = attend(q, keys, values, pos, key_pos, cfg.scale, kind.window)
     return gemma.output(out, layer.o), kv
 

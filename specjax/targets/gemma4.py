@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from specjax.core.cache import DenseKV, RingKV, ValueKV
 from specjax.layers.attention import attend
-from specjax.layers.linear import linear
+from specjax.layers.linear import linear, linears
 from specjax.layers.mlp import geglu, gelu_tanh
 from specjax.layers.moe import experts, route
-from specjax.layers.norm import rms_norm_wide
+from specjax.layers.norm import Normed, rms_norm_wide
 from specjax.layers.rope import rope_angles, rotate
 from specjax.targets import gemma
 from specjax.targets.decoder import commit, slots_of
@@ -68,14 +68,14 @@ def forward(
         if i in taps.taps:
             kept[i] = x
         kind = cfg.kind(i)
-        y = rms_norm_wide(x, layer.attn_norm, cfg.eps)
+        q, *own = linears(Normed(x, layer.attn_norm, cfg.eps, wide=True), _projections(layer, i < cfg.cached))
         if i < cfg.cached:  # later layers of the kind read what the last of these left
             *seen[kind], kv = _extend(
-                layer, cfg, kind, y, angles[kind], slot_angles, pos, valid, cache[i], mode
+                layer, cfg, kind, own, angles[kind], slot_angles, pos, valid, cache[i], mode
             )
             new_cache.append(kv)
         x = x + rms_norm_wide(
-            _attend(layer, cfg, kind, y, angles[kind], pos, *seen[kind]), layer.post_attn_norm, cfg.eps
+            _attend(layer, cfg, kind, q, angles[kind], pos, *seen[kind]), layer.post_attn_norm, cfg.eps
         )
         x = x + _feed_forward(layer, cfg, x)
         if inputs is not None and layer.per_layer is not None:
@@ -109,10 +109,16 @@ def _take_in(
     return rms_norm_wide(linear(gated, p.project), p.norm, cfg.eps)
 
 
-def _extend(layer, cfg, kind: Kind, x, angles, slot_angles, pos, valid, kv, mode: Mode):
+def _projections(layer: Layer, caches: bool) -> tuple[Array, ...]:
+    """Weights of queries and, in a layer with a cache of its own, of keys and values (None: they are the keys')."""
+    own = () if not caches else (layer.k,) if layer.v is None else (layer.k, layer.v)
+    return layer.q, *own
+
+
+def _extend(layer, cfg, kind: Kind, own, angles, slot_angles, pos, valid, kv, mode: Mode):
     """Keys, values and positions that the layer's queries see, and its cache with the block."""
-    raw = linear(x, layer.k)
-    values = rms_norm_wide(raw if layer.v is None else linear(x, layer.v), None, cfg.eps)
+    raw, *rest = own
+    values = rms_norm_wide(rest[0] if rest else raw, None, cfg.eps)
     if isinstance(kv, ValueKV):
         return kv.extend(functools.partial(_keys, layer.k_norm, kind, slot_angles), values, pos, valid, mode)
     keys = _turn(rms_norm_wide(raw, layer.k_norm, cfg.eps), kind, angles)
@@ -137,15 +143,15 @@ def _slot_angles(cfg: Config, cache: Cache) -> tuple[Float[Array, "_ S R"], Floa
     return rope_angles(cfg.full.rope, held[0].positions()) if held else None
 
 
-def _attend(layer, cfg, kind: Kind, x, angles, pos, keys, values, key_pos):
+def _attend(layer, cfg, kind: Kind, q, angles, pos, keys, values, key_pos):
     """Attention without a scale: the norms of queries and keys set it."""
-    q = _turn(rms_norm_wide(linear(x, layer.q), layer.q_norm, cfg.eps), kind, angles)
+    q = _turn(rms_norm_wide(q, layer.q_norm, cfg.eps), kind, angles)
     return gemma.output(attend(q, keys, values, pos, key_pos, 1.0, kind.window), layer.o)
 
 
 def _feed_forward(layer: Layer, cfg: Config, x: Float[Array, "B Q D"]) -> Float[Array, "B Q D"]:
     """The dense block and the experts read the same residual stream."""
-    y = geglu(rms_norm_wide(x, layer.mlp_norm, cfg.eps), layer.gate, layer.up, layer.down)
+    y = geglu(Normed(x, layer.mlp_norm, cfg.eps, wide=True), layer.gate, layer.up, layer.down)
     if layer.moe is not None:
         chosen = _experts(layer.moe, cfg, x)
         y = rms_norm_wide(y, layer.moe.dense_norm, cfg.eps) + rms_norm_wide(

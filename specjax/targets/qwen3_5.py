@@ -21,7 +21,7 @@ from specjax.layers import delta
 from specjax.layers.attention import attend
 from specjax.layers.linear import linear
 from specjax.layers.moe import route
-from specjax.layers.norm import rms_norm, rms_norm_offset
+from specjax.layers.norm import Normed, rms_norm, rms_norm_offset
 from specjax.layers.rope import rope_angles, rotate
 from specjax.targets.decoder import Weights, best, commit, outer_specs, shared, slots_of, unembed, walk
 from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
@@ -204,7 +204,7 @@ def forward(
         else:
             mixed, held = _delta(layer.mixer, cfg, normed, valid, held, mode)
         x = x + mixed
-        return x + feed_forward(layer.mlp, rms_norm_offset(x, layer.mlp_norm, cfg.eps), choose), held
+        return x + feed_forward(layer.mlp, Normed(x, layer.mlp_norm, cfg.eps, offset=True), choose), held
 
     return walk(p.embed[tokens], p.layers, cache, taps, step, lambda x: rms_norm_offset(x, p.norm, cfg.eps))
 
