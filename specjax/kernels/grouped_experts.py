@@ -1,10 +1,10 @@
 """Mixture of experts for many tokens: sorted by expert into tiles of rows, and every tile multiplied with its expert.
 
 Two Pallas-Triton kernels, which compile for CUDA and ROCm. Sorting and gathering are XLA's
-(``specjax.layers.grouping``). A program of the first kernel multiplies one tile of rows with some rows of ``gate`` and ``up`` of the tile's expert and
-keeps ``activation(gate x) * up x`` in the weights' dtype; one of the second multiplies that with some rows of ``down``
-and stores each row where its token wants it. There are as many tiles as any choice of experts can need; those that
-stayed empty end at once.
+(``specjax.layers.grouping``). A program of the first kernel multiplies one tile of rows with some rows of ``gate`` and
+``up`` of the tile's expert and keeps ``activation(gate x) * up x`` in the weights' dtype; one of the second multiplies
+that with some rows of ``down`` and stores each row where its token wants it. There are as many tiles as any choice of
+experts can need; those that stayed empty end at once.
 
 Tiles of the same expert follow one another, so that its weights are read from memory once and from the cache after.
 """
