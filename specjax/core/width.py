@@ -93,5 +93,5 @@ def thresholds(
     cut, edges = [0.0] * width, sorted({w for w in inner if w < width} | {width})
     for low, high in itertools.pairwise(edges):
         price = max(inner.get(high, inner[low]) - inner[low], 0.0) * speed
-        cut[low] = min(price / tokens(chances[low + 1 :], high - low - 1), 1.0)
+        cut[low] = float(min(price / tokens(chances[low + 1 :], high - low - 1), 1.0))
     return tuple(cut)
