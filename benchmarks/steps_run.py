@@ -218,6 +218,7 @@ class DraftPass:
                 tokens = after.tokens.at[:, -1].set(proposal.tokens.sum(1) % 7)
                 return dataclasses.replace(after, tokens=tokens)
 
+            weights = rnd.ready(pair, weights)
             return jax.lax.fori_loop(0, turns, turn, state)
 
         shapes = (contender.engine.weights, contender.shapes)

@@ -78,7 +78,7 @@ def _compiled(part: str, program: Program, width: int) -> Callable:
     if part in _ONCE:
         return _ahead(program, jax.jit(functools.partial(_ONCE[part], program)))
     step: Callable = _STEPS[part]
-    return _ahead(program, jax.jit(functools.partial(_turns, functools.partial(step, program))))
+    return _ahead(program, jax.jit(functools.partial(_turns, program, step)))
 
 
 def _ahead(program: Program, jitted: Any) -> Callable:
@@ -113,8 +113,11 @@ def _judge(program: Program, weights, state: State, hidden, proposal: Proposal) 
     return rnd.judge(program.pair, weights, state, hidden, proposal, count, rule, program.logprobs)
 
 
-def _turns(step: Callable, weights: rnd.Weights, turns: Any, carry: Any, *given: Any) -> Any:
-    return jax.lax.fori_loop(0, turns, lambda i, carry: step(weights, carry, *given), carry)
+def _turns(
+    program: Program, step: Callable, weights: rnd.Weights, turns: Any, carry: Any, *given: Any
+) -> Any:
+    weights = rnd.ready(program.pair, weights)
+    return jax.lax.fori_loop(0, turns, lambda i, carry: step(program, weights, carry, *given), carry)
 
 
 def _draft(program: Program, weights, state: State) -> State:

@@ -187,6 +187,7 @@ def drafting(params: Params, program: Program) -> Part:
 
 def _turns(turn: Callable[..., State], program: Program, k: int, weights, state: State, n) -> State:
     with dispatch.asking(program.kernels):
+        weights = rnd.ready(program.pair, weights)
         return jax.lax.fori_loop(0, n, lambda i, s: turn(program.pair, k, weights, s, i), state)
 
 

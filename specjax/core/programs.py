@@ -237,6 +237,7 @@ def _chunk(program: Program, k: int, weights, state: State, rounds, *cuts):
         return i + 1, state, emit
 
     start = (jnp.int32(0), state, _empty_emit(program, program.rounds))
+    weights = rnd.ready(program.pair, weights)
     return jax.lax.while_loop(unfinished, body, start)[1:]
 
 

@@ -223,6 +223,15 @@ def commit(state: State, verdict: Verdict) -> State:
     )
 
 
+def ready(pair: Pair, weights):
+    """Weights for a program of many rounds: what a drafter would make of them in every round is made once."""
+    make = None if pair.drafter is None else getattr(registry.drafter(pair.drafter), "ready", None)
+    if make is None:
+        return weights
+    shared = registry.target(pair.family).shared(weights[0], pair.target_cfg)
+    return weights[0], make(weights[1], shared, pair.drafter_cfg)
+
+
 def needs(pair: Pair) -> TapSpec:
     """What the drafter asks of the target's forward pass."""
     if pair.drafter is None:

@@ -88,6 +88,14 @@ def init_state(cfg: Config, rows: int, slots: int, q_max: int, dtype: Any) -> tu
     return tuple(module.init_state(child, rows, slots, q_max, dtype) for module, child in cfg.children)
 
 
+def ready(p: tuple[Any, ...], shared: Shared, cfg: Config) -> tuple[Any, ...]:
+    """The children's, each in its own way."""
+    return tuple(
+        module.ready(weights, shared, child) if hasattr(module, "ready") else weights
+        for weights, (module, child) in zip(p, cfg.children, strict=True)
+    )
+
+
 def draft(
     p: tuple[Any, ...],
     shared: Shared,

@@ -22,13 +22,13 @@ from jaxtyping import Array, Float
 from specjax.core.cache import DenseKV, RingKV
 from specjax.drafters import eagle3_model as model, serial
 from specjax.drafters.eagle3_config import Config, config, tiny
-from specjax.drafters.eagle3_model import Weights, abstract
+from specjax.drafters.eagle3_model import Weights, abstract, ready
 from specjax.drafters.pick import sampling
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
 
 __all__ = [
     "NEEDS", "Config", "State", "Weights", "absorb", "abstract", "config", "draft", "init_state", "min_resume",
-    "tiny", "varies",
+    "ready", "tiny", "varies",
 ]  # fmt: skip
 
 

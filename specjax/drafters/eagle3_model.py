@@ -1,5 +1,6 @@
 """The network of an EAGLE-3 drafter: what it makes of a row of (target feature, next token) pairs."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -179,9 +180,14 @@ def logits(p: Weights, shared: Shared, cfg: Config, state: Float[Array, "B D"]) 
 
 
 def head(p: Weights, shared: Shared, cfg: Config) -> Float[Array, "rows D"]:
-    """Rows of the output head that are drafted from. A borrowed cut one is gathered, once per call of the drafter."""
+    """Rows of the output head that are drafted from. A borrowed cut one is gathered, unless :func:`ready` has."""
     table = shared.head if p.head is None else p.head
     return table[target_ids(p, cfg)] if p.head is None and p.d2t is not None else table
+
+
+def ready(p: Weights, shared: Shared, cfg: Config) -> Weights:
+    """Weights with the rows of a borrowed cut head as a table of their own."""
+    return dataclasses.replace(p, head=head(p, shared, cfg)) if p.head is None and p.d2t is not None else p
 
 
 def scores(

@@ -21,13 +21,13 @@ from jaxtyping import Array, Float
 from specjax.core.cache import DenseKV
 from specjax.drafters import mtp_model as model, serial
 from specjax.drafters.mtp_config import Config, adapted, config, from_json, tiny
-from specjax.drafters.mtp_model import Weights, abstract
+from specjax.drafters.mtp_model import Weights, abstract, ready
 from specjax.drafters.pick import sampling
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
 
 __all__ = [
     "INSIDE", "NEEDS", "Config", "State", "Weights", "absorb", "abstract", "adapted", "config", "draft", "from_json",
-    "init_state", "min_resume", "tiny", "varies",
+    "init_state", "min_resume", "ready", "tiny", "varies",
 ]  # fmt: skip
 
 #: The weights are part of the target's own files.

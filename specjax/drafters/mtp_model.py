@@ -2,6 +2,7 @@
 state) pairs. Names below are those of Qwen checkpoints; files that name it otherwise are renamed when read.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -150,10 +151,16 @@ def _mix(layer: Any, cfg: Config, u, pos, cached):
 
 
 def head(p: Weights, shared: Shared, cfg: Config) -> Float[Array, "Vd D"]:
-    """Rows of the output head that are drafted from. A cut one is gathered once per call, outside its loop."""
+    """Rows of the output head that are drafted from. A cut one is gathered, unless :func:`ready` has."""
     table = shared.head if p.head is None else p.head
-    ids = target_ids(cfg)
-    return table[: cfg.vocab_size] if ids is None else table[ids]
+    if cfg.draft_ids is None:
+        return table[: cfg.vocab_size]
+    return table if len(table) == len(cfg.draft_ids) else table[jnp.asarray(cfg.draft_ids)]
+
+
+def ready(p: Weights, shared: Shared, cfg: Config) -> Weights:
+    """Weights whose head has the rows that are drafted from and no other."""
+    return p if cfg.draft_ids is None else dataclasses.replace(p, head=head(p, shared, cfg))
 
 
 def logits(table: Float[Array, "Vd D"], state: Float[Array, "B D"]) -> Float[Array, "B Vd"]:

@@ -40,7 +40,7 @@ def drafting(meta):
         for kind, (first, last) in bounds.items():
             held, at = view(kind).pos, seen[kind]
             shown = jnp.where((held >= first) & (held <= last), at.pos, -1)  # in sight, whatever the window
-            seen[kind] = at._replace(view=at.view.replace(pos=shown))
+            seen[kind] = at._replace(key_pos=shown)
 
         def one(carry, _):
             normed = model.run(params.drafter, cfg, shared, seen, *carry)
