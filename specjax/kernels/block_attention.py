@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from specjax.kernels import block_attention_kernel as kernel, configs
 from specjax.kernels.block_attention_op import View
-from specjax.kernels.block_attention_plan import Case, Plan, plan, power
+from specjax.kernels.block_attention_plan import Case, Plan, plan
 from specjax.kernels.building import compiling, first_that_builds
 from specjax.kernels.configs import LEAST, Attention
+from specjax.kernels.sizes import power
 
 ABOUT = "Pallas-Triton: bfloat16 or float16, blocks of up to 64 rows, head sizes from 16 to 512 that are multiples of 8"
 MAX_ROWS = 64

@@ -19,8 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from specjax.kernels.block_attention_op import View
-from specjax.kernels.block_attention_plan import Case, Plan, listed_tiles, power, tiles_of
+from specjax.kernels.block_attention_plan import Case, Plan, listed_tiles, tiles_of
 from specjax.kernels.configs import LEAST
+from specjax.kernels.sizes import power
 
 NEVER = -1e30  # a score that no real one reaches, and finite: differences of two such are not NaN
 _PEELED = 128  # wider heads have no registers left for loops of their own over tiles without masks

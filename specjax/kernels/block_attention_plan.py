@@ -8,6 +8,7 @@ from jax.experimental.pallas import triton
 
 from specjax.kernels.block_attention_op import View
 from specjax.kernels.configs import LEAST, Attention
+from specjax.kernels.sizes import power
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +69,6 @@ def plan(case: Case, tile: Attention, most_rows: int, processors: int) -> Plan:
     lines = case.batch * case.kv_heads * -(-case.packed // rows)
     longest = lines * (-(-case.slots // tile.keys) + case.own)
     return Plan(case, tile, rows, max(1, min(processors * tile.resident, -(-longest // tile.least))))
-
-
-def power(n: int, least: int = 1) -> int:
-    """The next power of two."""
-    return max(least, 1 << (n - 1).bit_length())
 
 
 # Where tiles are. All of this is for one row or, as vectors, for all rows of the batch.

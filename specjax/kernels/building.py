@@ -1,9 +1,12 @@
-"""What every kernel's build does: the compiler's notes left aside, and smaller tiles where the first do not fit."""
+"""What every kernel does to be built and bound: the compiler's notes left aside, smaller tiles where the first do not
+fit, and the reference where a program is compiled for something else."""
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
+
+import jax
 
 Tiles = TypeVar("Tiles")
 
@@ -27,6 +30,14 @@ def first_that_builds(choices: Iterable[Tiles], build: Callable[[Tiles], object]
         else:
             return choice
     raise failure
+
+
+def differentiable(kernels: Mapping[str, Callable], reference: Callable) -> Callable:
+    """A function that runs the kernel of the platform it is compiled for, by its name ("cuda", "rocm"); ``reference``
+    serves others and gives the gradients."""
+    fast = jax.custom_jvp(lambda *arrays: jax.lax.platform_dependent(*arrays, **kernels, default=reference))
+    fast.defjvp(lambda primals, tangents: jax.jvp(reference, primals, tangents))
+    return fast
 
 
 def told(error: BaseException) -> str:

@@ -8,6 +8,7 @@ candidates.
 
 import dataclasses
 from collections.abc import Iterator
+from typing import TypeVar
 
 import jax
 
@@ -145,16 +146,22 @@ INJECTION: dict[str, Injection] = {
 }
 
 
+Deep = TypeVar("Deep", "Projection", "Product", "Head")
+
+
+def _and_smaller(tile: Deep) -> Iterator[Deep]:
+    """A tile, then such with fewer reads under way and less depth."""
+    yield tile
+    for stages, depth in ((2, 64), (1, 32)):
+        yield dataclasses.replace(tile, stages=min(tile.stages, stages), depth=min(tile.depth, depth))
+
+
 def injection(chip: str) -> Iterator[Injection]:
     """The tiles, then such with fewer reads under way and less depth."""
     found = INJECTION[chip]
-    yield found
-    for stages, depth in ((2, 64), (1, 32)):
-        small = {
-            n: dataclasses.replace(t, stages=min(t.stages, stages), depth=min(t.depth, depth))
-            for n, t in found.projection.items()
-        }
-        yield dataclasses.replace(found, projection=small)
+    sizes, tiles = found.projection, map(_and_smaller, found.projection.values())
+    for chosen in zip(*tiles, strict=True):
+        yield dataclasses.replace(found, projection=dict(zip(sizes, chosen, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,10 +190,7 @@ PRODUCT: dict[str, dict[int, Product]] = {
 
 def product(chip: str, itemsize: int) -> Iterator[Product]:
     """The tiles for numbers of so many bytes, then such with fewer reads under way and less depth."""
-    found = PRODUCT[chip][itemsize]
-    yield found
-    for stages, depth in ((2, 64), (1, 32)):
-        yield dataclasses.replace(found, stages=min(found.stages, stages), depth=min(found.depth, depth))
+    return _and_smaller(PRODUCT[chip][itemsize])
 
 
 def chip_of(platform: str) -> str:
@@ -221,10 +225,7 @@ HEAD: dict[str, dict[int, Head]] = {
 
 def head(chip: str, itemsize: int) -> Iterator[Head]:
     """The tile for numbers of so many bytes, then such with fewer reads under way and less depth."""
-    found = HEAD[chip][itemsize]
-    yield found
-    for stages, depth in ((2, 64), (1, 32)):
-        yield dataclasses.replace(found, stages=min(found.stages, stages), depth=min(found.depth, depth))
+    return _and_smaller(HEAD[chip][itemsize])
 
 
 @dataclasses.dataclass(frozen=True)

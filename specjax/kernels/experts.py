@@ -18,31 +18,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Float, Int
 
+from specjax.kernels import experts_op as op
 from specjax.kernels.building import compiling
+from specjax.kernels.configs import LEAST
+from specjax.kernels.experts_op import Tiles
+from specjax.kernels.sizes import power
 
 ABOUT = "Pallas-Triton: bfloat16 or float16, up to 64 tokens, sizes that are multiples of 16"
 MAX_TOKENS = 64
-_ROWS = 16  # the fewest rows that NVIDIA's and AMD's matrix units take
 _COMPARED = 8192  # numbers compared at a time: what registers hold
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """What decides whether and how the kernels are built."""
-
-    tokens: int
-    per_token: int
-    experts: int
-    width: int
-    size: int
-    dtype: jnp.dtype
-    activation: Callable
-
-    @property
-    def choices(self) -> int:
-        return self.tokens * self.per_token
+class Case(op.Case):
+    """With few tokens all of them are rows of every product."""
 
     @property
     def slots(self) -> int:
@@ -52,31 +42,14 @@ class Case:
     @property
     def rows(self) -> int:
         """Tokens with padding."""
-        return _power(self.tokens, _ROWS)
+        return power(self.tokens, LEAST)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
-    """One program's share of a weight matrix: ``rows`` of it, read ``depth`` columns at a time by ``warps`` warps
-    with ``stages`` reads under way, for every ``lanes``-th expert. ``rows`` and ``depth`` are powers of two and are
-    halved until they divide the size."""
+class Tile(op.Tile):
+    """Read for every ``lanes``-th expert that is hit."""
 
-    rows: int
-    depth: int
-    warps: int
-    stages: int
     lanes: int
-
-    def fit(self, rows: int, depth: int) -> "Tile":
-        return dataclasses.replace(self, rows=_divisor(rows, self.rows), depth=_divisor(depth, self.depth))
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Tiles of the two kernels."""
-
-    up: Tile
-    down: Tile
 
 
 #: By platform. CUDA's are within 3 % of the fastest of eight on an H200; ROCm's were chosen by registers and local
@@ -87,51 +60,28 @@ TILES = {
 }
 
 
-def case(
-    x: Float[Array, "N D"], ids: Int[Array, "N k"], gate: Float[Array, "E F D"], activation: Callable
-) -> Case:
-    """The case of these arguments."""
-    (tokens, per_token), (count, size, width) = ids.shape, gate.shape
-    return Case(tokens, per_token, count, width, size, jnp.dtype(x.dtype), activation)
+case = functools.partial(op.case, Case)
 
 
 def refuse(case: Case) -> str | None:
     """Why the kernels cannot serve this case; None if they can."""
-    if case.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"{jnp.dtype(case.dtype).name}: XLA computes it at full precision"
     if case.tokens > MAX_TOKENS:
-        return f"{case.tokens} tokens: beyond {MAX_TOKENS} XLA's tiles of sorted tokens are used"
-    if case.width % _ROWS or case.size % _ROWS:
-        return f"width {case.width} and expert size {case.size} must be multiples of {_ROWS}"
-    return None
+        return f"{case.tokens} tokens: beyond {MAX_TOKENS} experts are served by tokens that are sorted"
+    return op.refuse(case)
 
 
 def build(case: Case, platform: str) -> None:
     """Compile for the current device; raises whatever stands in the way."""
-    x, e = jax.ShapeDtypeStruct, case.experts
-    ids = x((case.tokens, case.per_token), jnp.int32)
-    wide, deep = x((e, case.size, case.width), case.dtype), x((e, case.width, case.size), case.dtype)
     run = functools.partial(launch, case=case, tiles=TILES[platform])
     with compiling():
-        jax.jit(run).lower(x((case.tokens, case.width), case.dtype), ids, wide, wide, deep).compile()
+        jax.jit(run).lower(*op.shapes(case)).compile()
 
 
 def bind(case: Case, reference: Callable) -> Callable:
-    """A function of (x [N D], ids [N k], gate, up [E F D], down [E D F], activation) giving the output of every expert
-    that every token chose: float32 [N, k, D].
-
-    ``reference`` is such a function too. It serves programs that are compiled for another back end, and its gradients
-    are the kernel's.
-    """
-
-    def apply(x, ids, gate, up, down, activation):
-        plain = lambda *arrays: reference(*arrays, activation)  # noqa: E731
-        run = {name: functools.partial(launch, case=case, tiles=tiles) for name, tiles in TILES.items()}
-        fast = jax.custom_jvp(lambda *arrays: jax.lax.platform_dependent(*arrays, **run, default=plain))
-        fast.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
-        return fast(x, ids, gate, up, down)
-
-    return apply
+    """The operation, see :func:`specjax.kernels.experts_op.bound`."""
+    return op.bound(
+        {name: functools.partial(launch, case=case, tiles=tiles) for name, tiles in TILES.items()}, reference
+    )
 
 
 def beyond(case: Case) -> bool:
@@ -195,11 +145,11 @@ def launch_down(hit, ids, hidden, down, *, case: Case, tile: Tile, interpret: bo
 def _list_kernel(ids_ref, hit_ref, *, case: Case):
     """Experts in the order of their numbers or, if there are more of them than choices, of the first to choose each."""
     by_expert = case.slots == case.experts
-    place = jnp.arange(_power(case.slots), dtype=jnp.int32)
+    place = jnp.arange(power(case.slots), dtype=jnp.int32)
     known = place < case.slots
     expert = place if by_expert else triton.load(ids_ref.at[place], mask=known, other=-1)
     first = jnp.full(place.shape, case.choices, jnp.int32)
-    part = min(_power(case.choices), max(16, _COMPARED // place.size))
+    part = min(power(case.choices), max(16, _COMPARED // place.size))
     for start in range(0, case.choices, part):
         other = start + jnp.arange(part, dtype=jnp.int32)
         ids = triton.load(ids_ref.at[other], mask=other < case.choices, other=-2)
@@ -219,7 +169,9 @@ def _up_kernel(hit_ref, x_ref, gate_ref, up_ref, hidden_ref, *, case: Case, tile
         def step(i, sums):
             at = pl.ds(i * tile.depth, tile.depth)
             x = triton.load(x_ref.at[pl.ds(0, case.rows), at], mask=real, other=0)
-            return sums[0] + _dot(x, gate_ref[expert, rows, at]), sums[1] + _dot(x, up_ref[expert, rows, at])
+            return sums[0] + op.dot(x, gate_ref[expert, rows, at]), sums[1] + op.dot(
+                x, up_ref[expert, rows, at]
+            )
 
         zero = jnp.zeros((case.rows, tile.rows), jnp.float32)
         g, u = jax.lax.fori_loop(0, case.width // tile.depth, step, (zero, zero))
@@ -239,7 +191,7 @@ def _down_kernel(hit_ref, ids_ref, hidden_ref, down_ref, out_ref, *, case: Case,
         def step(i, total):
             at = pl.ds(i * tile.depth, tile.depth)
             hidden = hidden_ref[slot, pl.ds(0, case.rows), at]
-            return total + _dot(hidden, down_ref[expert, pl.ds(start, tile.rows), at])
+            return total + op.dot(hidden, down_ref[expert, pl.ds(start, tile.rows), at])
 
         total = jax.lax.fori_loop(0, case.size // tile.depth, step, jnp.zeros(shape, jnp.float32))
         for place, ids in zip(places, chosen, strict=True):
@@ -259,17 +211,3 @@ def _each(hit_ref, lanes: int, serve: Callable) -> None:
         serve(slot, hit_ref[1 + slot])
 
     jax.lax.fori_loop(0, (hit_ref[0] - lane + lanes - 1) // lanes, one, None)
-
-
-def _dot(rows, weights):
-    return triton.dot(rows, weights, trans_b=True).astype(jnp.float32)
-
-
-def _power(n: int, least: int = 1) -> int:
-    return max(least, 1 << (n - 1).bit_length())
-
-
-def _divisor(size: int, tile: int) -> int:
-    while size % tile:
-        tile //= 2
-    return tile

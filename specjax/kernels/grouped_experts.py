@@ -17,63 +17,29 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Float, Int
 
 from specjax.core import platform
+from specjax.kernels import experts_op as op
 from specjax.kernels.building import compiling, first_that_builds
+from specjax.kernels.configs import LEAST
+from specjax.kernels.experts_op import Tile, Tiles
 from specjax.layers.grouping import gathered, group, tile_count, tile_rows
 
 ABOUT = "Pallas-Triton: bfloat16 or float16, sizes that are multiples of 16"
-_ROWS = 16  # the fewest rows that NVIDIA's and AMD's matrix units take
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """What decides whether and how the kernels are built."""
-
-    tokens: int
-    per_token: int
-    experts: int
-    width: int
-    size: int
-    dtype: jnp.dtype
-    activation: Callable
-
-    @property
-    def choices(self) -> int:
-        return self.tokens * self.per_token
+class Case(op.Case):
+    """With many tokens every expert has tiles of its own."""
 
     @property
     def rows(self) -> int:
         """Rows of a tile."""
-        return tile_rows(self.choices, self.experts, _ROWS)
+        return tile_rows(self.choices, self.experts, LEAST)
 
     @property
     def tiles(self) -> int:
         return tile_count(self.choices, self.experts, self.rows)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """One program's share of an expert: ``rows`` of a weight matrix, read ``depth`` columns at a time by ``warps``
-    warps with ``stages`` reads under way. ``rows`` and ``depth`` are powers of two and are halved until they divide the
-    size."""
-
-    rows: int
-    depth: int
-    warps: int
-    stages: int
-
-    def fit(self, rows: int, depth: int) -> "Tile":
-        return dataclasses.replace(self, rows=_divisor(rows, self.rows), depth=_divisor(depth, self.depth))
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Shares of the two kernels."""
-
-    up: Tile
-    down: Tile
 
 
 #: By platform and rows of a tile at most, the likeliest first; where one does not fit, the next is tried. Chosen by
@@ -116,31 +82,16 @@ def choices(case: Case, name: str) -> tuple[Tiles, ...]:
     return by_rows[min(most for most in by_rows if most >= case.rows)]
 
 
-def case(
-    x: Float[Array, "N D"], ids: Int[Array, "N k"], gate: Float[Array, "E F D"], activation: Callable
-) -> Case:
-    """The case of these arguments."""
-    (tokens, per_token), (count, size, width) = ids.shape, gate.shape
-    return Case(tokens, per_token, count, width, size, jnp.dtype(x.dtype), activation)
+case = functools.partial(op.case, Case)
 
 
 def refuse(case: Case) -> str | None:
     """Why the kernels cannot serve this case; None if they can."""
-    if case.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"{jnp.dtype(case.dtype).name}: XLA computes it at full precision"
-    if case.width % _ROWS or case.size % _ROWS:
-        return f"width {case.width} and expert size {case.size} must be multiples of {_ROWS}"
+    if reason := op.refuse(case):
+        return reason
     if case.tiles > 65535:
         return f"{case.tiles} tiles: a launch has at most 65535"
     return None
-
-
-def shapes(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of x, ids, gate, up and down."""
-    s, e = jax.ShapeDtypeStruct, case.experts
-    ids = s((case.tokens, case.per_token), jnp.int32)
-    wide, deep = s((e, case.size, case.width), case.dtype), s((e, case.width, case.size), case.dtype)
-    return s((case.tokens, case.width), case.dtype), ids, wide, wide, deep
 
 
 def build(case: Case, name: str) -> None:
@@ -155,27 +106,15 @@ def _chosen(case: Case, name: str) -> Tiles:
     def one(tiles: Tiles):
         run = functools.partial(launch, case=case, tiles=tiles)
         with compiling():
-            jax.jit(run).lower(*shapes(case)).compile()
+            jax.jit(run).lower(*op.shapes(case)).compile()
 
     return first_that_builds(choices(case, name), one)
 
 
 def bind(case: Case, reference: Callable) -> Callable:
-    """A function of (x [N D], ids [N k], gate, up [E F D], down [E D F], activation) giving the output of every expert
-    that every token chose: float32 [N, k, D].
-
-    ``reference`` is such a function too. It serves programs that are compiled for another back end, and its gradients
-    are the kernel's.
-    """
-
-    def apply(x, ids, gate, up, down, activation):
-        plain = lambda *arrays: reference(*arrays, activation)  # noqa: E731
-        run = {name: functools.partial(launch, case=case, tiles=_tiles_for(case, name)) for name in TILES}
-        fast = jax.custom_jvp(lambda *arrays: jax.lax.platform_dependent(*arrays, **run, default=plain))
-        fast.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
-        return fast(x, ids, gate, up, down)
-
-    return apply
+    """The operation, see :func:`specjax.kernels.experts_op.bound`."""
+    run = {name: functools.partial(launch, case=case, tiles=_tiles_for(case, name)) for name in TILES}
+    return op.bound(run, reference)
 
 
 def interpreted(case: Case) -> Callable:
@@ -238,7 +177,7 @@ def _up_kernel(plan_ref, x_ref, gate_ref, up_ref, hidden_ref, *, case: Case, til
             at = pl.ds(i * tile.depth, tile.depth)
             x = x_ref[rows, at]
             gate, up = gate_ref[expert, columns, at], up_ref[expert, columns, at]
-            return sums[0] + _dot(x, gate), sums[1] + _dot(x, up)
+            return sums[0] + op.dot(x, gate), sums[1] + op.dot(x, up)
 
         zero = jnp.zeros((case.rows, tile.rows), jnp.float32)
         g, u = jax.lax.fori_loop(0, case.width // tile.depth, step, (zero, zero))
@@ -255,20 +194,10 @@ def _down_kernel(plan_ref, choice_ref, hidden_ref, down_ref, out_ref, *, case: C
 
         def step(i, total):
             at = pl.ds(i * tile.depth, tile.depth)
-            return total + _dot(hidden_ref[rows, at], down_ref[expert, pl.ds(start, tile.rows), at])
+            return total + op.dot(hidden_ref[rows, at], down_ref[expert, pl.ds(start, tile.rows), at])
 
         total = jax.lax.fori_loop(0, case.size // tile.depth, step, jnp.zeros(shape, jnp.float32))
         # rows without a choice point past the end: the interpreter would write them back where they point
         place = jnp.broadcast_to(choice_ref[rows][:, None], shape)
         columns = start + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         triton.store(out_ref.at[place, columns], total, mask=place < case.choices)
-
-
-def _dot(rows, weights):
-    return triton.dot(rows, weights, trans_b=True).astype(jnp.float32)
-
-
-def _divisor(size: int, tile: int) -> int:
-    while size % tile:
-        tile //= 2
-    return tile

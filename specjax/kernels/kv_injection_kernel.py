@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton
 
 from specjax.kernels.configs import LEAST, Injection, Projection
 from specjax.kernels.kv_injection_op import Heads, Projections
+from specjax.kernels.sizes import divisor, power
 from specjax.layers.linear import linear
 from specjax.layers.rope import inverse_frequencies
 
@@ -58,11 +59,6 @@ class Case:
         return 1 + self.own_values
 
 
-def power(n: int, least: int = 1) -> int:
-    """The next power of two."""
-    return max(least, 1 << (n - 1).bit_length())
-
-
 def launch(x, layers, caches, pos, keep, *, case: Case, tiles: Injection, interpret: bool = False):
     """The caches with the block written."""
     x = x.reshape(case.tokens, case.width)
@@ -79,9 +75,9 @@ def launch(x, layers, caches, pos, keep, *, case: Case, tiles: Injection, interp
 
 def fit(tile: Projection, case: Case) -> Projection:
     """The tile with sizes halved until they divide the weights'."""
-    parts = _divisor(case.width // LEAST, tile.parts)
+    parts = divisor(case.width // LEAST, tile.parts)
     return dataclasses.replace(
-        tile, rows=_divisor(case.out, tile.rows), depth=_divisor(case.width // parts, tile.depth), parts=parts
+        tile, rows=divisor(case.out, tile.rows), depth=divisor(case.width // parts, tile.depth), parts=parts
     )
 
 
@@ -253,9 +249,3 @@ def _finite(keys, values, dtype):
     whole = (count(fine[0]) + count(fine[1]) == 2 * fine[0].shape[1])[:, None]
     keys = tuple(jnp.where(whole, k, jnp.nan) for k in keys)
     return keys, tuple(jnp.where(ok, v, 0.0) for ok, v in zip(fine, values, strict=True))
-
-
-def _divisor(size: int, tile: int) -> int:
-    while size % tile:
-        tile //= 2
-    return tile

@@ -12,6 +12,7 @@ from specjax.kernels import (
     block_attention_kernel,
     configs,
     experts,
+    experts_op,
     grouped_experts,
     head,
     head_kernel,
@@ -101,13 +102,10 @@ def injection(tokens: int, **changes) -> Case:
 def mixture(tokens: int) -> Case:
     """A block of experts of a 30B-A3B model."""
     case = experts.Case(tokens, 8, 128, 2048, 768, jnp.dtype(jnp.bfloat16), jax.nn.silu)
-    s, e = jax.ShapeDtypeStruct, case.experts
-    wide, deep = s((e, case.size, case.width), case.dtype), s((e, case.width, case.size), case.dtype)
-    shapes = s((tokens, case.width), case.dtype), s((tokens, case.per_token), jnp.int32), wide, wide, deep
 
     def make(chip):
         tiles = experts.TILES["cuda" if chip.startswith("sm") else "rocm"]
-        return functools.partial(experts.launch, case=case, tiles=tiles), *shapes
+        return functools.partial(experts.launch, case=case, tiles=tiles), *experts_op.shapes(case)
 
     return Case(
         f"experts {tokens} tokens", {"experts_list": False, "experts_up": True, "experts_down": True}, make
@@ -120,9 +118,7 @@ def grouped(tokens: int) -> Case:
 
     def make(chip):
         tiles = grouped_experts.choices(case, "cuda" if chip.startswith("sm") else "rocm")[0]
-        return functools.partial(grouped_experts.launch, case=case, tiles=tiles), *grouped_experts.shapes(
-            case
-        )
+        return functools.partial(grouped_experts.launch, case=case, tiles=tiles), *experts_op.shapes(case)
 
     names = {"grouped_experts_up": True, "grouped_experts_down": True}
     return Case(f"experts {tokens} tokens grouped", names, make)

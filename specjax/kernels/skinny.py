@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels import configs, skinny_kernel as kernel
-from specjax.kernels.building import compiling, first_that_builds
+from specjax.kernels.building import compiling, differentiable, first_that_builds
 from specjax.kernels.skinny_kernel import CHUNK, Case, Plan
 
 ABOUT = "Pallas-Triton: bfloat16, float16 or float32, up to 64 rows, sizes that are multiples of 16"
@@ -95,9 +95,7 @@ def bind(case: Case, reference: Callable) -> Callable:
 
     def apply(*arrays):
         run = {n: functools.partial(kernel.launch, case=case, plan=_plan(case, n)) for n in ("cuda", "rocm")}
-        fast = jax.custom_jvp(lambda *a: jax.lax.platform_dependent(*a, **run, default=reference))
-        fast.defjvp(lambda primals, tangents: jax.jvp(reference, primals, tangents))
-        return fast(*arrays)
+        return differentiable(run, reference)(*arrays)
 
     return apply
 

@@ -1,190 +1,20 @@
 """Drafters written to folders: every kind in every layout, what is refused, what is never overwritten."""
 
 import dataclasses
-import functools
 import json
-import warnings
 
-import assistant_tiny
-import block_tiny
-import eagle3_tiny
-import families
-import gemma_drafter_reference as gemma
 import jax
 import jax.numpy as jnp
-import mtp_files
 import numpy as np
 import pytest
-import tiny_files
+from exported import CASES, HEADS, block, eagle, export, layer, read, rounded, same, target
 from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner
 
 import specjax
-from specjax import checkpoints, cli, registry, testing
+from specjax import checkpoints, registry, testing
 from specjax.checkpoints import exporter, hub, writers
 from specjax.drafters import dflash
-from specjax.types import ArraySpec, Params
-
-
-@functools.cache
-def target() -> Params:
-    """Four layers, so that taps need not be the last."""
-    return testing.tiny_params(layers=4, vocab=block_tiny.VOCAB)
-
-
-LAYER = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 24,
-}  # fmt: skip
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
-
-
-def made(base: Params, method: str, settings) -> Params:
-    """A random drafter for a target, bfloat16 numbers throughout."""
-    module = registry.drafter(method)
-    params = testing.tiny_drafter(base, method, 1, module.config(settings, base.meta.target_cfg))
-    return dataclasses.replace(params, drafter=jax.tree.map(rounded, params.drafter))
-
-
-def rounded(x):
-    x = np.asarray(x)  # on the host: nothing is compiled
-    return jnp.asarray(x.astype(jnp.bfloat16).astype(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def eagle(layers=(), **more):
-    one = LAYER | {"num_hidden_layers": 1} | dict(layers)
-    return made(target(), "eagle3", {"transformer": one, "taps": (0, 1, 3), "k": 4} | more)
-
-
-def block(method="dflash", layers=(), causal=(False, False), **more):
-    shape = {
-        "transformer": LAYER | dict(layers), "layout": "fill", "block_size": 5, "mask_id": 23, "taps": (1, 2),
-        "fc_width": 64, "causal": causal, "vocab_size": 24,
-    }  # fmt: skip
-    return made(target(), method, shape | more)
-
-
-def layer(kind: str, **more):
-    base = families.target(kind)
-    model, family = base.meta.target_cfg, base.meta.family
-    return made(base, "mtp", {"family": family, "model": model} | more)
-
-
-def gemma_layers(method: str):
-    """Gemma's layers for a Gemma target: a block, or EAGLE-3."""
-    base = testing.tiny_params(3, hf=gemma.TARGET)
-    width = int(base.meta.target_cfg.hidden_size)
-    layers = {
-        "hidden_size": width, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": gemma.VOCAB, "hidden_act": "gelu_pytorch_tanh",
-        "rope_parameters": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
-    }  # fmt: skip
-    own = {"flavour": "gemma4", "values_from_keys": True, "input_scale": width**0.5, "softcap": 30.0}
-    if method == "eagle3":
-        return made(base, method, {"transformer": layers, "taps": (0, 1), "qk_norm": True, **own})
-    shape = {
-        "layout": "shift",
-        "block_size": 3,
-        "mask_id": 1,
-        "taps": (0, 1),
-        "fc_width": 2 * width,
-        "causal": (False,),
-    }
-    return made(base, method, {"transformer": layers, **shape, **own, "confidence": True})
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-TABLES = {"own_embed": True, "own_head": True, "embed_rows": 24, "head_rows": 24}
-REDUCED = {"draft_vocab": 9, "own_head": True, "head_rows": 9}
-HEADS = {"markov_rank": 6, "markov_rows": 24, "confidence": True, "confidence_markov": True}
-ANCHOR = {"layers": SLIDING, "window_from": "anchor"}
-PARTS = {"conv": (2, 8), "selector": (6, 4)}
-#: name -> (what makes it, layouts beside our own that hold it)
-CASES = {
-    "eagle3, llama": (eagle, "speculators eagle"),
-    "eagle3, qwen3": (lambda: eagle(qk_norm=True), "speculators deepspec"),
-    "eagle3, 3.1, yarn": (
-        lambda: eagle(
-            {"rope_scaling": YARN}, qk_norm=True, fc_norm=True, norm_output=True, norm_before_residual=True
-        ),
-        "speculators",
-    ),
-    "eagle3, own embedding, windows": (
-        lambda: eagle(SLIDING | {"num_hidden_layers": 2}, qk_norm=True, own_embed=True, own_head=True),
-        "speculators",
-    ),
-    "eagle3, reduced": (
-        lambda: eagle(draft_vocab_size=9, reduced=True, norm_before_fc=True, own_head=True),
-        "speculators eagle",
-    ),
-    "eagle3, logit scale": (lambda: eagle(logit_scale=0.5), "eagle"),
-    "eagle3, no taps": (lambda: eagle(use_aux_hidden_state=False, taps=()), "eagle"),
-    "eagle3, q, k, v biased": (lambda: eagle({"attention_bias": True}, o_bias=False), ""),
-    "eagle3, latent": (
-        lambda: eagle(eagle3_tiny.LATENT | {"num_hidden_layers": 2}, latent=True, norm_before_residual=True),
-        "eagle",
-    ),
-    "eagle3, gemma4": (lambda: gemma_layers("eagle3"), "deepspec"),
-    "dflash": (block, "speculators zlab"),
-    "dflash, shift": (lambda: block(layout="shift"), "speculators deepspec"),
-    "dflash, reduced": (lambda: block(**REDUCED, taps=(4, 1)), "speculators"),
-    "dflash, own tables": (lambda: block(layout="shift", **TABLES), "deepspec"),
-    "dflash, row window": (lambda: block(layers=SLIDING, causal=(True, False)), "zlab"),
-    "dflash, anchor window": (lambda: block(**ANCHOR), "speculators"),
-    "dflash, all causal": (lambda: block(causal=(True, True)), "zlab"),
-    "dflash, mask vector": (lambda: block(mask_embedding=True), ""),
-    "dflash, last tap": (lambda: block(taps=(2, 4)), "speculators"),
-    "dflash2": (lambda: block(**ANCHOR, **PARTS), "speculators"),
-    "dflash2, scaled": (lambda: block(**PARTS, input_scale=2.0, softcap=5.0, output_multiplier=0.5), "zlab"),
-    "dspark": (lambda: block("dspark", layout="shift", **HEADS), "speculators deepspec"),
-    "dspark, fill, reduced": (
-        lambda: block("dspark", **HEADS, **REDUCED, markov_kind="rnn"),
-        "speculators",
-    ),
-    "dspark, gated, windows": (
-        lambda: block("dspark", **HEADS, **ANCHOR, causal=(True, False), markov_kind="gated"),
-        "speculators",
-    ),
-    "dspark, gemma4": (lambda: gemma_layers("dspark"), "deepspec"),
-    "mtp, hybrid": (lambda: layer("hybrid"), "speculators native"),
-    "mtp, experts": (lambda: layer("hybrid_moe"), "speculators native"),
-    "mtp, latent": (lambda: layer("latent"), "native"),
-    "mtp, latent, own tables": (lambda: layer("latent", own_embed=True, own_head=True), "native"),
-    "mtp, own embedding": (lambda: layer("hybrid", own_embed=True), "native"),
-    "assistant": (lambda: testing.tiny_drafter(target(), "assistant"), "transformers"),
-    "assistant, clusters": (lambda: assistant_tiny.drafted(**assistant_tiny.CLUSTERS), "transformers"),
-    "assistant, before the anchor": (lambda: assistant_tiny.drafted(position_offset=0), ""),
-    "draft model": (lambda: testing.tiny_drafter(target(), "draft_model"), ""),
-}  # fmt: skip
-
-
-def read(params: Params, folder, **settings) -> checkpoints.LoadedDrafter:
-    """What is loaded from a folder for the target of ``params``; a warning is an error."""
-    meta = params.meta
-    lent = registry.target(meta.family).shared(params.target, meta.target_cfg)
-    return checkpoints.load_drafter(
-        hub.resolve(folder),
-        meta.target_cfg,
-        lent,
-        lent.embed.dtype,
-        settings=settings,
-        eos_ids=meta.eos_ids,
-        target_name=meta.name,
-    )
-
-
-def same(a, b) -> bool:
-    """Structs of equal arrays."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    pairs = zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (a, b)), strict=True)
-    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
-
-
-def export(params, folder, layout="own", dtype="float32", **more):
-    """``specjax.export``; that ``k`` has no place in a layout is not told."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"the \w+ layout has no place for k=\d: give it when loading")
-        specjax.export(params, folder, layout, dtype, **more)
+from specjax.types import ArraySpec
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -390,107 +220,6 @@ def test_folders_of_others_are_left_alone(tmp_path, monkeypatch):
     specjax.export(params, tmp_path / "empty")
 
 
-def test_settings_replace_what_our_folder_says(tmp_path):
-    """CKP.7: those of use, and those that need no other weights; what is no setting is refused."""
-    params = block("dspark", layout="shift", **HEADS)
-    specjax.export(params, tmp_path / "a")
-    given = {"k": 3, "drafting": "greedy", "confidence_threshold": 0.25, "mask_id": 2, "taps": [0, 3]}
-    cfg = read(params, tmp_path / "a", **given).cfg
-    assert (cfg.k, cfg.drafting, cfg.confidence_threshold, cfg.mask_id, cfg.taps) == (
-        3,
-        "greedy",
-        0.25,
-        2,
-        (0, 3),
-    )
-    for settings, said in (
-        ({"colour": 1}, r"dspark drafter has no setting\(s\) \['colour'\]; known: .*confidence_threshold"),
-        ({"vocab": 7}, r"has no setting\(s\) \['vocab'\]"),
-        ({"k": 9}, "k must be from 1 to 5"),
-        ({"taps": (1, 2, 3)}, r"\['taps'\] of this dspark drafter cannot be changed"),
-        ({"taps": (1, 9)}, r"taps the residual stream after \[1, 9\] layers, the target has 4"),
-        ({"mask_id": 24}, "mask token id 24 is outside the embedding"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            read(params, tmp_path / "a", **settings)
-
-
-def test_a_draft_vocabulary_for_a_layer_of_ours(tmp_path):
-    """``draft_vocab`` is a setting whose field is called otherwise; ends of text are in it."""
-    params = layer("hybrid")
-    params = dataclasses.replace(params, meta=dataclasses.replace(params.meta, eos_ids=(20,)))
-    specjax.export(params, tmp_path / "a")
-    assert read(params, tmp_path / "a", draft_vocab=[3, 5]).cfg.draft_ids == (3, 5, 20)
-
-
-def test_another_target(tmp_path):
-    """TAP.4, VOC.2: sizes that differ are an error, a name that differs is told."""
-    params = block()
-    specjax.export(params, tmp_path / "a")
-    other = testing.tiny_params(layers=3, vocab=24, width=16)
-    with pytest.raises(
-        ValueError, match=r"made for a target \(tiny\) of 32 channels, this one has 16; of 4 layers"
-    ):
-        read(other, tmp_path / "a")
-    for name, told in (("org/Tiny", False), ("models/tiny/", False), ("org/another", True), ("", False)):
-        renamed = dataclasses.replace(params, meta=dataclasses.replace(params.meta, name=name))
-        notes = read(renamed, tmp_path / "a").notes
-        assert bool(notes) == told
-        assert all("made for 'tiny', the target is called 'org/another'" in note for note in notes)
-
-
-def test_a_draft_model_needs_the_vocabulary_alone(tmp_path):
-    params = testing.tiny_drafter(target(), "draft_model")
-    specjax.export(params, tmp_path / "a", dtype="float32")
-    assert same(read(testing.tiny_params(width=16, vocab=24), tmp_path / "a").weights, params.drafter)
-    with pytest.raises(ValueError, match="24 tokens in the vocabulary, this one has 25"):
-        read(testing.tiny_params(vocab=25), tmp_path / "a")
-
-
-def test_an_assistant_of_another_kind_of_attention(tmp_path):
-    params = testing.tiny_drafter(target(), "assistant")
-    specjax.export(params, tmp_path / "a")
-    other = testing.tiny_params(layers=4, vocab=24, head_dim=16)
-    with pytest.raises(ValueError, match="reads keys with head_dim=8, the target's have 16"):
-        read(other, tmp_path / "a")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"specjax_format": 9}, "version 9 of specjax's layout; this specjax reads version 1"),
-        ({"specjax_drafter": "os.path"}, "holds a drafter of kind 'os.path'; known: ngram, eagle3"),
-        ({"target": None}, r"the config lacks \['target'\]"),
-        ({"config": {"k": 1}}, "missing .* required .*argument"),
-        ({"config": {"colour": 1}}, r"has no field\(s\) \['colour'\]"),
-    ],
-)
-def test_configs_that_are_not_ours(change, said, tmp_path):
-    """A file does not choose what is imported."""
-    params = block()
-    specjax.export(params, tmp_path / "a")
-    path = tmp_path / "a" / "config.json"
-    hf = json.loads(path.read_text()) | change
-    path.write_text(json.dumps({key: value for key, value in hf.items() if value is not None}))
-    with pytest.raises(ValueError, match=said):
-        read(params, tmp_path / "a")
-
-
-def test_a_drafter_is_no_target(tmp_path):
-    specjax.export(block(), tmp_path / "a")
-    with pytest.raises(ValueError, match="a holds a drafter, not a model: load its target, with drafter="):
-        specjax.load(tmp_path / "a")
-
-
-def test_a_tensor_that_is_missing(tmp_path):
-    """PEER.16."""
-    params = block()
-    specjax.export(params, tmp_path / "a")
-    block_tiny.change(tmp_path / "a", norm__weight=None)
-    with pytest.raises(ValueError, match="lacks 1 tensor"):
-        read(params, tmp_path / "a")
-
-
 @pytest.mark.parametrize("case", ["eagle3, reduced", "dspark", "mtp, experts", "assistant", "draft model"])
 def test_compact_folders(case, tmp_path):
     """TRN.3: config and tables of integers as they were, weights near; memory is told from the config alone."""
@@ -506,9 +235,7 @@ def test_compact_folders(case, tmp_path):
     shapes = checkpoints.load_drafter(
         hub.resolve(tmp_path / "a"),
         params.meta.target_cfg,
-        jax.eval_shape(
-            lambda: registry.target(params.meta.family).shared(params.target, params.meta.target_cfg)
-        ),
+        _lent(params),
         jnp.float32,
         shapes_only=True,
     )
@@ -538,69 +265,6 @@ def test_loaded_drafters_draft_the_same(tmp_path):
         state = specjax.start(one, [[3, 1, 4, 1, 5]], temperature=1.0, seed=2, max_new_tokens=8)
         proposals.append(step(one, state))
     assert same(*proposals)
-
-
-@pytest.mark.parametrize("kind", ["qwen, experts", "deepseek, short"])
-def test_fused_experts_come_apart(kind, tmp_path):
-    """PEER.16: a layer out of its target's folder, whose experts are two tensors, in its family's names and back."""
-    folder = mtp_files.folder(tmp_path / "t", kind)
-    found = checkpoints.convert(folder, tmp_path / "own", folder, method="mtp", dtype="same")
-    assert found.format == "native"
-    held = load_file(tmp_path / "own" / "model.safetensors")
-    assert sum(".experts." in name for name in held) == 12
-    again = checkpoints.convert(tmp_path / "own", tmp_path / "native", folder, "native", "same")
-    third = checkpoints.convert(tmp_path / "native", tmp_path / "third", folder, dtype="same")
-    for other in (again, third):
-        assert (other.name, other.cfg) == ("mtp", found.cfg)
-        assert same(other.weights, found.weights)
-
-
-def test_convert_on_the_command_line(tmp_path):
-    params = testing.tiny_drafter(testing.tiny_params(), "eagle3")
-    specjax.export(params, tmp_path / "a", dtype="float32")
-    words = [
-        "convert",
-        str(tmp_path / "a"),
-        str(tmp_path / "b"),
-        "--target",
-        "tiny",
-        "--layout",
-        "speculators",
-    ]
-    done = CliRunner().invoke(cli.app, [*words, "--dtype", "float32"])
-    assert done.exit_code == 0, done.output
-    assert "eagle3 drafter (specjax format) written to" in done.output
-    assert same(read(params, tmp_path / "b").weights, params.drafter)
-    failed = CliRunner().invoke(cli.app, [*words[:-1], "zlab"])
-    assert failed.exit_code == 2
-    assert (
-        "the zlab layout cannot hold this eagle3 drafter: it is for dflash. Layouts that can: own"
-        in failed.output
-    )
-    small = CliRunner().invoke(cli.app, [*words[:2], str(tmp_path / "c"), *words[3:5], "--compact"])
-    assert small.exit_code == 0, small.output
-
-
-@pytest.mark.parametrize("kind", ["folder", "gguf", "orbax", "tied"])
-def test_targets_lend_their_tables_alone(kind, tmp_path):
-    """PEER.16: whatever files the target has, the copies are its own tables, bit for bit."""
-    hf = tiny_files.config(num_hidden_layers=3, tie_word_embeddings=kind == "tied")
-    arrays = tiny_files.tensors(hf)
-    place = tiny_files.folder(tmp_path / "t", hf, arrays)
-    base = specjax.load(place, dtype="float32")
-    if kind == "gguf":
-        place = tiny_files.gguf_file(tmp_path / "t.gguf", hf, arrays)
-    if kind == "orbax":
-        place = tmp_path / "o"
-        specjax.save(base, place)
-    layers = LAYER | {"vocab_size": 64, "num_hidden_layers": 1}
-    settings = {"transformer": layers, "taps": (0, 1, 2), "qk_norm": True, "own_head": False}
-    specjax.export(made(base, "eagle3", settings), tmp_path / "d")
-    checkpoints.convert(tmp_path / "d", tmp_path / "s", place, "speculators", "same")
-    held = load_file(tmp_path / "s" / "model.safetensors")
-    np.testing.assert_array_equal(held["embed_tokens.weight"], arrays["model.embed_tokens.weight"])
-    head = "model.embed_tokens.weight" if kind == "tied" else "lm_head.weight"
-    np.testing.assert_array_equal(held["lm_head.weight"], arrays[head])
 
 
 def test_names_of_targets(tmp_path):

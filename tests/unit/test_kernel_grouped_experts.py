@@ -1,32 +1,23 @@
 """Experts of many tokens: interpreted the kernels equal XLA's tiles, they lower for both GPU platforms, and the layer
 takes them where there are more tokens than the kernel for few has room for."""
 
-import contextlib
+import functools
 
+import expert_blocks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_blocks import inputs
 
-from specjax.kernels import dispatch, grouped_experts as kernel
+from specjax.kernels import dispatch, experts_op, grouped_experts as kernel
 from specjax.layers import moe
 from specjax.layers.mlp import gelu_tanh
 
 SMALL = kernel.Tiles(up=kernel.Tile(16, 32, 4, 2), down=kernel.Tile(32, 16, 4, 2))
 
 
-def inputs(n, k, experts, d, f, dtype=jnp.float32):
-    rng = np.random.default_rng(n)
-    make = lambda *s: jnp.asarray(rng.standard_normal(s) / s[-1] ** 0.5, dtype)  # noqa: E731
-    ids = jnp.asarray(np.stack([rng.permutation(experts)[:k] for _ in range(n)]), jnp.int32)
-    weights = make(experts, f, d), make(experts, f, d), make(experts, d, f)
-    return jnp.asarray(rng.standard_normal((n, d)), dtype), ids, weights
-
-
-def interpreted(x, ids, weights, activation=jax.nn.silu):
-    case = kernel.case(x, ids, weights[0], activation)
-    run = lambda *arrays: kernel.launch(*arrays, case=case, tiles=SMALL, interpret=True)  # noqa: E731
-    return np.asarray(jax.jit(run)(x, ids, *weights))
+interpreted = functools.partial(expert_blocks.interpreted, kernel, SMALL)
 
 
 @pytest.mark.parametrize(
@@ -39,34 +30,20 @@ def interpreted(x, ids, weights, activation=jax.nn.silu):
 )
 def test_equals_tiles_one_by_one(n, k, experts, d, f):
     """KRN.3"""
-    x, ids, w = inputs(n, k, experts, d, f)
+    x, ids, w = inputs(n, experts, d, f, k)
     want = jax.jit(moe._tiled, static_argnums=5)(x, ids, *w, jax.nn.silu)
     np.testing.assert_allclose(interpreted(x, ids, w), want, atol=1e-5)
 
 
 def test_all_on_one_beside_what_is_no_number():
     """A row depends on itself alone, and experts that nobody chose are not read; bfloat16, another activation."""
-    x, _, w = inputs(70, 1, 6, 32, 16, jnp.bfloat16)
+    x, _, w = inputs(70, 6, 32, 16, dtype=jnp.bfloat16)
     ids = jnp.full((70, 2), 3, jnp.int32)
     got = interpreted(x, ids, w, gelu_tanh)
     np.testing.assert_allclose(got, moe._gathered(x, ids, *w, gelu_tanh), atol=2e-2)
     poison = lambda a: a.at[jnp.asarray([0, 1, 2, 4, 5])].set(jnp.nan)  # noqa: E731
     again = interpreted(x.at[1:].set(jnp.nan), ids, tuple(map(poison, w)), gelu_tanh)
     np.testing.assert_array_equal(again[0], got[0])
-
-
-@contextlib.contextmanager
-def gpu_in_mind(platform):
-    """jax 0.11 and newer want to be told which GPU they lower for."""
-    if not hasattr(jax.sharding, "AbstractDevice"):
-        yield
-        return
-    kind = {"cuda": "NVIDIA H200", "rocm": "gfx942"}[platform]
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=auto, abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        yield
 
 
 @pytest.fixture
@@ -85,14 +62,10 @@ def pretend(monkeypatch):
 )
 def test_the_layer_takes_them_beyond_few_tokens(pretend, platform, tokens, calls):
     """At the size of a 30B-A3B model; compiled for a CPU it is the reference."""
-    s = jax.ShapeDtypeStruct
-    x, ids, *weights = kernel.shapes(
-        kernel.Case(tokens, 8, 128, 2048, 768, jnp.dtype(jnp.bfloat16), jax.nn.silu)
-    )
-    run, args = jax.jit(moe.experts), (x, s((tokens, 8), jnp.float32), ids, *weights)
-    with gpu_in_mind(platform) if platform != "cpu" else contextlib.nullcontext():
-        text = run.trace(*args).lower(lowering_platforms=(platform,)).as_text()
-    assert text.count("custom_call @__gpu$xla.gpu.triton") == calls
+    case = kernel.Case(tokens, 8, 128, 2048, 768, jnp.dtype(jnp.bfloat16), jax.nn.silu)
+    x, ids, *weights = experts_op.shapes(case)
+    share = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
+    assert expert_blocks.calls(jax.jit(moe.experts), platform, x, share, ids, *weights) == calls
 
 
 def test_what_is_refused(pretend):
@@ -108,7 +81,7 @@ def test_what_is_refused(pretend):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(65, 16, 4), (512, 128, 8), (4096, 64, 8)])
 def test_on_the_device(tokens, experts, k):
-    x, ids, w = inputs(tokens, k, experts, 256, 128, jnp.bfloat16)
+    x, ids, w = inputs(tokens, experts, 256, 128, k, jnp.bfloat16)
     facts = (x, ids, w[0], jax.nn.silu)
     assert dispatch.choose("grouped_experts", *facts).implementation == "kernel"
     run = dispatch.implementation("grouped_experts", facts, moe._tiled)

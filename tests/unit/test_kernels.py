@@ -1,31 +1,23 @@
 """Kernels: interpreted they equal a loop, they lower for both GPU platforms, and the table says what runs and why."""
 
-import contextlib
+import functools
 
+import expert_blocks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_blocks import inputs
 
 import specjax
-from specjax.kernels import dispatch, experts as kernel
+from specjax.kernels import dispatch, experts as kernel, experts_op
 from specjax.layers import moe
 from specjax.layers.mlp import gelu_tanh
 
 SMALL = kernel.Tiles(up=kernel.Tile(16, 32, 4, 2, lanes=2), down=kernel.Tile(32, 16, 4, 2, lanes=3))
 
 
-def inputs(n, n_experts, d, f, dtype=jnp.float32):
-    rng = np.random.default_rng(n)
-    make = lambda *s: jnp.asarray(rng.standard_normal(s) / s[-1] ** 0.5, dtype)  # noqa: E731
-    weights = make(n_experts, f, d), make(n_experts, f, d), make(n_experts, d, f)
-    return jnp.asarray(rng.standard_normal((n, d)), dtype), weights
-
-
-def interpreted(x, ids, gate, up, down, activation=jax.nn.silu):
-    case = kernel.case(x, ids, gate, activation)
-    run = lambda *arrays: kernel.launch(*arrays, case=case, tiles=SMALL, interpret=True)  # noqa: E731
-    return np.asarray(jax.jit(run)(x, ids, gate, up, down))
+interpreted = functools.partial(expert_blocks.interpreted, kernel, SMALL)
 
 
 def loop(x, ids, gate, up, down):
@@ -47,48 +39,32 @@ def loop(x, ids, gate, up, down):
     ],
 )
 def test_experts_equal_a_loop(n, k, n_experts, d, f):
-    x, w = inputs(n, n_experts, d, f)
-    rng = np.random.default_rng(k)
-    ids = jnp.asarray(np.stack([rng.permutation(n_experts)[:k] for _ in range(n)]), jnp.int32)
-    np.testing.assert_allclose(interpreted(x, ids, *w), loop(x, ids, *w), atol=1e-5)
+    x, ids, w = inputs(n, n_experts, d, f, k)
+    np.testing.assert_allclose(interpreted(x, ids, w), loop(x, ids, *w), atol=1e-5)
 
 
 def test_experts_in_bfloat16_and_another_activation():
     """The same roundings as XLA's path: the hidden values are in the weights' dtype, sums in float32."""
-    x, w = inputs(4, 6, 32, 32, jnp.bfloat16)
+    x, _, w = inputs(4, 6, 32, 32, dtype=jnp.bfloat16)
     ids = jnp.asarray([[0, 5], [5, 2], [2, 0], [1, 4]], jnp.int32)
-    got = interpreted(x, ids, *w, gelu_tanh)
+    got = interpreted(x, ids, w, gelu_tanh)
     np.testing.assert_allclose(got, moe._gathered(x, ids, *w, gelu_tanh), atol=2e-2)
 
 
 def test_experts_named_twice_and_all_on_one():
-    x, w = inputs(5, 32, 32, 16)
+    x, _, w = inputs(5, 32, 32, 16)
     ids = jnp.full((5, 2), 3, jnp.int32)
-    np.testing.assert_allclose(interpreted(x, ids, *w), loop(x, ids, *w), atol=1e-5)
+    np.testing.assert_allclose(interpreted(x, ids, w), loop(x, ids, *w), atol=1e-5)
 
 
 def test_experts_of_a_token_do_not_depend_on_its_neighbours():
     """Nor on experts that nobody chose: bits stay the same beside not-a-number."""
-    x, (gate, up, down) = inputs(3, 6, 32, 16)
+    x, _, w = inputs(3, 6, 32, 16)
     ids = jnp.asarray([[0, 2], [2, 3], [0, 3]], jnp.int32)
-    want = interpreted(x, ids, gate, up, down)
+    want = interpreted(x, ids, w)
     poison = lambda a: a.at[jnp.asarray([1, 4, 5])].set(jnp.nan)  # noqa: E731
-    got = interpreted(x.at[1:].set(jnp.nan), ids, poison(gate), poison(up), poison(down))
+    got = interpreted(x.at[1:].set(jnp.nan), ids, tuple(map(poison, w)))
     np.testing.assert_array_equal(got[0], want[0])
-
-
-@contextlib.contextmanager
-def gpu_in_mind(platform):
-    """jax 0.11 and newer want to be told which GPU they lower for."""
-    if not hasattr(jax.sharding, "AbstractDevice"):
-        yield
-        return
-    kind = {"cuda": "NVIDIA H200", "rocm": "gfx942"}[platform]
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=auto, abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        yield
 
 
 @pytest.fixture
@@ -106,17 +82,14 @@ def pretend(monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_experts_lower_to_triton(pretend, platform, calls, tokens):
     """The block as layers call it, at the size of a 30B-A3B model; compiled for a CPU it is the reference."""
-    s = jax.ShapeDtypeStruct
-    e, d, f, k = 128, 2048, 768, 8
-    wide, deep = s((e, f, d), jnp.bfloat16), s((e, d, f), jnp.bfloat16)
-    shapes = s((tokens, d), jnp.bfloat16), s((tokens, k), jnp.float32), s((tokens, k), jnp.int32)
-    with gpu_in_mind(platform) if calls else contextlib.nullcontext():
-        lowered = jax.jit(moe.experts).trace(*shapes, wide, wide, deep).lower(lowering_platforms=(platform,))
-    assert lowered.as_text().count("custom_call @__gpu$xla.gpu.triton") == calls
+    case = kernel.Case(tokens, 8, 128, 2048, 768, jnp.dtype(jnp.bfloat16), jax.nn.silu)
+    x, ids, *weights = experts_op.shapes(case)
+    share = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
+    assert expert_blocks.calls(jax.jit(moe.experts), platform, x, share, ids, *weights) == calls
 
 
 def test_gradients_are_the_reference_s(pretend):
-    x, w = inputs(3, 4, 32, 16, jnp.bfloat16)
+    x, _, w = inputs(3, 4, 32, 16, dtype=jnp.bfloat16)
     ids, share = jnp.asarray([[0, 2], [2, 3], [0, 1]], jnp.int32), jnp.full((3, 2), 0.5)
     loss = lambda x, gate: moe.experts(x, share, ids, gate, *w[1:]).astype(jnp.float32).sum()  # noqa: E731
     got = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w[0])
@@ -164,9 +137,7 @@ def test_a_kernel_that_cannot_be_built_is_replaced_with_a_warning(pretend):
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 16, 4), (5, 16, 4), (40, 16, 4), (10, 128, 8)])
 def test_experts_on_the_device(tokens, experts, k):
     """Also where the list of choices is read in parts, the last of which is shorter."""
-    x, w = inputs(tokens, experts, 256, 128, jnp.bfloat16)
-    rng = np.random.default_rng(0)
-    ids = jnp.asarray(np.stack([rng.permutation(experts)[:k] for _ in range(tokens)]), jnp.int32)
+    x, ids, w = inputs(tokens, experts, 256, 128, k, jnp.bfloat16)
     facts = (x, ids, w[0], jax.nn.silu)
     assert dispatch.choose("experts", *facts).implementation == "kernel"
     run = dispatch.implementation("experts", facts, moe._gathered)
