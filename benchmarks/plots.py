@@ -128,7 +128,7 @@ def steps(report: dict[str, Any], folder: Path) -> list[Path]:
 
 def peers(report: dict[str, Any], folder: Path) -> list[Path]:
     """Milliseconds per token of every side."""
-    rows = report["results"]["sides"]
+    rows = [row for row in report["results"]["sides"] if "error" not in row]
     options = report["options"]
     what = options["gguf"] if options.get("gguf") not in (None, "None") else options["shape"]
     title = f"Decoding {what}, batch 1, context {options['context']}, {options['dtype']}, {report['device']}"

@@ -8,7 +8,7 @@ Sides: specjax plain, with each drafter, and with a DFlash drafter of random wei
 and a compiled forward pass, its own ``generate`` with a static cache, and its prompt lookup; the dflash package as
 published and with its two forward passes compiled; flashspec's prompt lookup. ``--sides`` picks some. Each is timed on
 a short and on a long text of the same prompt: the difference is ``ms`` per round and per token, without prefill and
-without what happens once. A side that fails is told and left out. Greedy; ids are compared with plain decoding's (in
+without what happens once. Of a side that fails the row is its error. Greedy; ids are compared with plain decoding's (in
 bfloat16 they may part where two tokens are nearly equal).
 
 Packages beside torch and transformers: ``dflash==0.1.0`` (26 kB) and ``flashspec==0.3.1`` (137 kB, needs pydantic),
@@ -106,25 +106,29 @@ def measure(
     """Rows of every side and prompt."""
     took: dict[str, list] = {name: [] for name in made}
     ids: dict[str, list[list[int]]] = {name: [] for name in made}
-    built = {}
+    built, failed = {}, {}
+
+    def fails(name: str, error: Exception) -> None:
+        say("FAILED", name, traceback.format_exc()[-1500:])
+        failed[name] = f"{type(error).__name__}: {error}"[:300]
+        built.pop(name, None)
+
     for name, make in made.items():
         try:
             built[name] = make()
             for n in (args.short, args.long):
                 built[name](prompts[0], n)  # compiles
             say(name, "is ready")
-        except Exception:
-            say("FAILED", name, traceback.format_exc()[-1500:])
-            built.pop(name, None)
+        except Exception as error:
+            fails(name, error)
     for prompt in prompts:
         for repeat in range(args.repeats):
             for name in list(built):
                 try:
                     short = built[name](prompt, args.short)
                     long = built[name](prompt, args.long)
-                except Exception:
-                    say("FAILED", name, traceback.format_exc()[-1500:])
-                    built.pop(name)
+                except Exception as error:
+                    fails(name, error)
                     continue
                 rounds, tokens = long[2] - short[2], len(long[0]) - len(short[0])
                 seconds = long[1] - short[1]
@@ -133,12 +137,13 @@ def measure(
                 )
                 if not repeat:
                     ids[name].append(long[0])
-    rows = []
+    rows: list[dict[str, Any]] = [{"side": name, "error": why} for name, why in failed.items()]
+    plain = ids["specjax plain"] if "specjax plain" in built else None
     for name in built:
         row = {"side": name, "runs": len(took[name])}
         for i, what in enumerate(("ms_per_round", "ms_per_token", "tokens_per_second")):
             row[what] = statistics.median(x[i] for x in took[name])
-        same = [_common(a, b) for a, b in zip(ids[name], ids.get("specjax plain", ids[name]), strict=True)]
+        same = plain and [_common(a, b) for a, b in zip(ids[name], plain, strict=True)]
         row |= {"tokens": [len(x) for x in ids[name]], "same_as_plain": same}
         rows.append(row)
         say(
@@ -219,10 +224,11 @@ def main() -> int:
     common.write(args.out, args, report)
     print(json.dumps(report, indent=1))
     exact = args.dtype == "float32"
-    wrong = [row["side"] for row in rows if exact and row["same_as_plain"] != row["tokens"]]
+    timed = [row for row in rows if "error" not in row]
+    wrong = [row["side"] for row in timed if exact and row["same_as_plain"] != row["tokens"]]
     if wrong:
         say("ids differ from plain decoding's:", wrong)
-    return int(bool(wrong) or not any(row["side"] == "specjax plain" for row in rows))
+    return int(bool(wrong) or not any(row["side"] == "specjax plain" for row in timed))
 
 
 def _prompts(args: argparse.Namespace) -> list[list[int]]:
