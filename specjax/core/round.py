@@ -223,7 +223,7 @@ def commit(state: State, verdict: Verdict) -> State:
     )
 
 
-def ready(pair: Pair, weights):
+def ready(pair: Pair, weights: Weights) -> Weights:
     """Weights for a program of many rounds: what a drafter would make of them in every round is made once."""
     make = None if pair.drafter is None else getattr(registry.drafter(pair.drafter), "ready", None)
     if make is None:
