@@ -16,7 +16,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from specjax import registry
-from specjax.train import methods
+from specjax.train import methods, muon
 from specjax.train.features import extract, spread
 from specjax.train.types import Batch, Features, Metrics, Recipe
 from specjax.types import Pair, Shared
@@ -83,10 +83,10 @@ def cast(weights: Any, dtype: Any) -> Any:
 
 def optimiser(recipe: Recipe) -> optax.GradientTransformation:
     """AdamW or Muon behind a clip of the global norm; decay acts on matrices only."""
-    matrices = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)  # noqa: E731
     if recipe.optimizer == "muon":
-        chosen = _muon(recipe, matrices)
+        chosen = muon.stacked(schedule(recipe), recipe.betas, recipe.weight_decay, _muon_axes)
     else:
+        matrices = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)  # noqa: E731
         chosen = optax.chain(
             optax.scale_by_adam(*recipe.betas),
             optax.add_decayed_weights(recipe.weight_decay, matrices),
@@ -95,31 +95,11 @@ def optimiser(recipe: Recipe) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(recipe.clip), chosen)
 
 
-def _muon(recipe: Recipe, matrices: Any) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) with updates of AdamW's size, so that learning rates carry over (Liu et al. 2025)."""
-    b1, b2 = recipe.betas
-    return optax.contrib.muon(
-        schedule(recipe),
-        weight_decay=recipe.weight_decay,
-        weight_decay_mask=matrices,
-        adam_b1=b1,
-        adam_b2=b2,
-        adam_weight_decay=recipe.weight_decay,
-        muon_weight_dimension_numbers=_muon_axes,
-        consistent_rms=0.2,
-    )
-
-
-def _muon_axes(weights: Any) -> Any:
-    """Axes that a matrix reads and writes; None, which leaves a leaf to Adam, for vectors and vocabulary tables."""
-
-    def axes(path, x):
-        if x.ndim < 2 or max(x.shape) > _MATRIX:
-            return None
-        into = (1, 2) if getattr(path[-1], "name", "") == "o" and x.ndim == 3 else (x.ndim - 1,)
-        return optax.contrib.MuonDimensionNumbers(into, tuple(i for i in range(x.ndim) if i not in into))
-
-    return jax.tree_util.tree_map_with_path(axes, weights)
+def _muon_axes(path: Any, x: Array) -> tuple[int, ...] | None:
+    """Axes that a matrix reads; None, which leaves a leaf to Adam, for vectors and vocabulary tables."""
+    if x.ndim < 2 or max(x.shape) > _MATRIX:
+        return None
+    return (1, 2) if getattr(path[-1], "name", "") == "o" and x.ndim == 3 else (x.ndim - 1,)
 
 
 def schedule(recipe: Recipe) -> optax.Schedule:
