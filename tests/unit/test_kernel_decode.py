@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import calls, registry, testing
+from specjax import calls, config, registry, testing
+from specjax.bench.alone import padded
 from specjax.core import programs, round as rnd
 from specjax.core.cache import DenseKV, RingKV
 from specjax.core.loop import host_state
@@ -115,12 +116,13 @@ LENGTHS = (1, 9, 30)  # an empty context; within a window of 6; far beyond it
 
 
 def rows_of(params, k: int, lengths=LENGTHS):
-    """Program and state of rows in the middle of decoding: the context random, what nobody may see not a number."""
+    """Program and state of rows in the middle of decoding: the context random, what nobody may see not a number.
+    A program may have more rows than there are lengths (accelerators' are powers of two): these are idle."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
     call = calls.plan(params, prompts, **OPTIONS, **({} if params.meta.drafter is None else {"k": k}))
-    state = programs.fill_caches(call.program, host_state(call.program, call.jobs))
-    seen = np.array(lengths)[:, None] - 1
+    state = programs.fill_caches(call.program, host_state(call.program, padded(call.program, call.jobs)))
+    seen = np.asarray(state.length)[:, None] - 1
 
     def fill(kv):
         held = np.arange(kv.k.shape[2])[None]
@@ -156,10 +158,11 @@ def one_round(program, want: str, told=None):
 
 def compare(params, want: str, tolerance: float):
     """A round by kernels over caches that hold NaN wherever no row may look, and XLA's over zeros there: the drafts and
-    verdicts of both. Relative errors of what caches then hold, up to the anchor's position, which every row has kept,
-    are below ``tolerance``."""
+    verdicts of both, of the rows that are not idle. Relative errors of what their caches then hold, up to the anchor's
+    position, which every row has kept, are below ``tolerance``."""
     program, state = rows_of(params, 3)
-    told = jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (len(LENGTHS), 3)), jnp.int32)
+    live = slice(len(LENGTHS))
+    told = jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (program.rows, 3)), jnp.int32)
     clean = jax.tree.map(lambda x: jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
     weights, errors = (params.target, params.drafter), []
     *got, after = jax.jit(one_round(program, want, told))(weights, state)
@@ -169,16 +172,18 @@ def compare(params, want: str, tolerance: float):
     ]
     for a, b in zip(held((after.target, after.drafter)), held((plain.target, plain.drafter)), strict=True):
         pos = np.asarray(a.pos) if isinstance(a, RingKV) else np.arange(a.k.shape[2])[None]
-        shown = (pos >= 0) & (pos < np.array(LENGTHS)[:, None])
+        shown = (pos >= 0) & (pos < np.asarray(state.length)[:, None])
         for x, y in ((a.k, b.k), (a.v, b.v)):
-            x, y = (np.asarray(z, np.float64).swapaxes(1, 2)[shown] for z in (x, y))
+            x, y = (np.asarray(z, np.float64).swapaxes(1, 2)[live][shown[live]] for z in (x, y))
             errors.append(np.linalg.norm(x - y) / np.linalg.norm(y))
-    assert max(errors) < tolerance
-    return got, wanted
+    assert np.max(errors) < tolerance  # not-a-number is no error below it
+    return jax.tree.map(lambda x: np.asarray(x)[live], (got, wanted))
 
 
-def test_what_nobody_may_see_may_be_not_a_number():
-    """I2, KRN.3, KRN.5: values too."""
+def test_what_nobody_may_see_may_be_not_a_number(monkeypatch):
+    """I2, KRN.3, KRN.5: values too; with an idle row, as accelerators have it for three."""
+    monkeypatch.setattr(config, "backend", lambda: "cuda")
+    assert rows_of(drafted("gemma3", "dflash"), 3)[0].rows == 4
     got, wanted = compare(drafted("gemma3", "dflash"), "interpret", 1e-5)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
@@ -197,7 +202,7 @@ def test_what_nobody_may_see_may_be_not_a_number():
 def test_a_round_on_the_device(name, method):
     """KRN.5, KRN.6: in bfloat16, and nothing had to be left to XLA."""
     got, wanted = compare(half(drafted(name, method)), "auto", 3e-2)
-    assert np.mean(np.asarray(got[0]) == np.asarray(wanted[0])) > 0.6  # near-ties may flip
+    assert np.mean(got[0] == wanted[0]) > 0.6  # near-ties may flip
     for op in ("block_attention", "kv_injection"):
         assert dispatch.explain(op).implementation == "kernel"
         assert "could not be built" not in dispatch.explain(op).reason
