@@ -5,6 +5,7 @@ becomes an :class:`OutOfMemoryError` that speaks of rows and lengths. The arrays
 before it is raised, so that the process can go on.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import re
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 
 from specjax.calls import Call
-from specjax.config import TOKEN_BUCKET_LIMIT, bounded_chunk, prefill_bucket
+from specjax.config import bounded_chunk, prefill_bucket, token_bucket
 from specjax.core.loop import host_state
 from specjax.core.programs import fill_caches
 from specjax.estimate import transients
@@ -101,7 +102,7 @@ def needs(
     call: Call, rows: int | None = None, tokens: int | None = None, transient: int | None = None
 ) -> Needs:
     """Bytes of a call, or of the same call with other rows and another token buffer. Traces its programs, unless the
-    bytes of ``transient`` arrays at the call's own size are given: they grow with the rows at most."""
+    bytes of ``transient`` arrays at the call's own rows are given: they grow with the rows at most."""
     given = call.program
     program = dataclasses.replace(given, rows=rows or given.rows, tokens=tokens or given.tokens)
     weights = call.params.target, call.params.drafter
@@ -129,19 +130,17 @@ def _told(call: Call, said: str) -> tuple[str, Needs]:
 def _advice(call: Call, found: Needs, there: int | None) -> str:
     """What to change: fewer rows, else a shorter buffer, as far as the requests allow."""
     rows, tokens = call.program.rows, call.program.tokens
-    least = max(job.limit for job in call.jobs)
-    size = lambda r, t: needs(call, r, t, found.transient).total  # noqa: E731
-    fewer = _halves(rows)
+    shorter = _buffers(max(job.limit for job in call.jobs), tokens)
+    fewer = [rows >> i for i in range(1, rows.bit_length())]
     if there is None:
-        ways = [f"rows={fewer[0]}" if fewer else "", _shorter(least, tokens)]
-        return f"Try {' or '.join(w for w in ways if w) or 'a shorter prompt or fewer new tokens'}"
-    ways = [f"rows={r}" for r in fewer if size(r, tokens) <= there][:1]
-    longest = next((t for t in _buffers(least, tokens) if size(rows, t) <= there), None)
-    if longest is not None:
+        half = next((t for t in shorter if t <= tokens // 2), None)
+        ways = [f"rows={r}" for r in fewer[:1]] + ([f"max_len={half}"] if half else [])
+        return f"Try {' or '.join(ways) or 'a shorter prompt or fewer new tokens'}"
+    ways = [f"rows={r}" for r in fewer if needs(call, r, tokens, found.transient).total <= there][:1]
+    if longest := _longest(call, rows, shorter, there):
         ways.append(f"max_len={longest}")
-    if not ways:
-        both = next((t for t in _buffers(least, tokens) if size(1, t) <= there), None)
-        ways = [f"rows=1 with max_len={both}"] if both else []
+    if not ways and rows > 1 and (longest := _longest(call, 1, shorter, there)):
+        ways = [f"rows=1 with max_len={longest}"]
     if found.total <= there:
         less = f", or try {' or '.join(ways)}" if ways else ""
         return f"That would fit alone: something else holds memory, or it is in pieces. Let go of other arrays{less}"
@@ -149,22 +148,28 @@ def _advice(call: Call, found: Needs, there: int | None) -> str:
         return f"What would fit: {', or '.join(ways)}"
     if found.weights >= there:
         return "The weights alone do not fit: take a narrower dtype or a smaller model"
-    return "Not even one row of this length fits: ask for fewer new tokens, shorten the prompt or leave the drafter out"
+    least = f", nor one of max_len={shorter[-1]}" if shorter else ""
+    return (
+        f"Not even one row of this length fits{least}: ask for fewer new tokens, shorten the prompt or leave the "
+        "drafter out"
+    )
 
 
-def _halves(rows: int) -> list[int]:
-    return [rows >> i for i in range(1, rows.bit_length())]
+def _longest(call: Call, rows: int, buffers: list[int], there: int) -> int | None:
+    """The longest of token buffers (longest first) with which ``rows`` fit. A few programs are traced: arrays beside
+    the state shrink with the buffer by no simple rule."""
+    at = bisect.bisect_left(buffers, True, key=lambda t: needs(call, rows, t).total <= there)
+    return buffers[at] if at < len(buffers) else None
 
 
 def _buffers(least: int, tokens: int) -> list[int]:
-    """Shorter token buffers that every request fits in, the longest first."""
-    step = TOKEN_BUCKET_LIMIT if tokens > TOKEN_BUCKET_LIMIT else 64
-    tries = [tokens * i // 16 // step * step for i in range(15, 0, -1)]
-    return [t for t in dict.fromkeys(tries) if least <= t < tokens and t > 0]
-
-
-def _shorter(least: int, tokens: int) -> str:
-    return f"max_len={max(least, tokens // 2)}" if least < tokens // 2 else ""
+    """Shorter token buffers that every request fits in, the longest first, in steps of a sixteenth and then halves;
+    sizes that programs have."""
+    tries = [tokens * i // 16 for i in range(15, 0, -1)] + [
+        tokens >> i for i in range(5, tokens.bit_length())
+    ]
+    sizes = {token_bucket(max(least, n)) for n in tries}
+    return sorted((t for t in sizes if t < tokens), reverse=True)
 
 
 def _there(size: int | None) -> str:

@@ -32,7 +32,7 @@ def full(monkeypatch):
 
 def test_what_would_fit(full, monkeypatch):
     """Fewer rows, a shorter buffer, both, or why neither. What is advised does fit."""
-    monkeypatch.setattr(memory, "transients", lambda *program: 1 << 20)  # another test traces
+    monkeypatch.setattr(memory, "transients", lambda program, *_: program.rows << 17)  # another test traces
     params, prompts = tiny_params(), [[1, 2, 3]] * 8
     options = {"max_new_tokens": 4, "max_len": 256}
     call = calls.plan(params, prompts, **options)
@@ -58,6 +58,30 @@ def test_what_would_fit(full, monkeypatch):
         if size and (found := re.search(r"fit: .*max_len=(\d+)", said)):
             rows = 1 if "rows=1 with" in said else 8
             assert memory.needs(call, rows, int(found[1]), whole.transient).total <= size
+
+
+def test_a_buffer_far_longer_than_asked_for(full, monkeypatch):
+    """Down to what prompt and new tokens need, with the arrays that each length takes beside the state; shorter than
+    a sixteenth of what was given, too, and never a length that a program would round up."""
+    monkeypatch.setattr(
+        memory, "transients", lambda program, *_: program.slots * 512
+    )  # scores of a prefill, about
+    params, options = tiny_params(max_positions=1 << 30), {"max_new_tokens": 4, "rows": 1, "max_len": 1 << 30}
+    call = calls.plan(params, [1, 2, 3], **options)
+    least = memory.needs(call, tokens=64).total
+    for size in (105 << 30, 1 << 30, least):
+        full(size)
+        with pytest.raises(memory.OutOfMemoryError, match=r"What would fit: max_len=\d+ ") as raised:
+            specjax.decode(params, [1, 2, 3], **options)
+        advised = int(re.findall(r"max_len=(\d+)", str(raised.value))[-1])
+        assert calls.plan(params, [1, 2, 3], **options | {"max_len": advised}).program.tokens == advised
+        assert size / 3 < memory.needs(call, tokens=advised).total <= size
+    assert advised == 64
+    full(least - 1)
+    with pytest.raises(
+        memory.OutOfMemoryError, match="Not even one row of this length fits, nor one of max_len=64"
+    ):
+        specjax.decode(params, [1, 2, 3], **options)
 
 
 def test_every_call_tells_and_goes_on(full, monkeypatch):
