@@ -158,8 +158,9 @@ def one_round(program, want: str, told=None):
 
 def compare(params, want: str, tolerance: float):
     """A round by kernels over caches that hold NaN wherever no row may look, and XLA's over zeros there: the drafts and
-    verdicts of both, of the rows that are not idle. Relative errors of what their caches then hold, up to the anchor's
-    position, which every row has kept, are below ``tolerance``."""
+    verdicts of both, of the rows that are not idle. Relative errors of what caches then hold, up to the anchor's
+    position, which every row has kept, are below ``tolerance``; of rows whose next token is the same, which MTP keeps
+    there."""
     program, state = rows_of(params, 3)
     live = slice(len(LENGTHS))
     told = jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (program.rows, 3)), jnp.int32)
@@ -167,14 +168,16 @@ def compare(params, want: str, tolerance: float):
     weights, errors = (params.target, params.drafter), []
     *got, after = jax.jit(one_round(program, want, told))(weights, state)
     *wanted, plain = jax.jit(one_round(program, "xla", told))(weights, clean)
+    same = np.asarray(got[1][live, 0] == wanted[1][live, 0])
+    assert same.mean() > 0.6  # near-ties of bfloat16
     held = lambda tree: [  # noqa: E731
         x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, CACHES)) if isinstance(x, CACHES)
     ]
     for a, b in zip(held((after.target, after.drafter)), held((plain.target, plain.drafter)), strict=True):
         pos = np.asarray(a.pos) if isinstance(a, RingKV) else np.arange(a.k.shape[2])[None]
-        shown = (pos >= 0) & (pos < np.asarray(state.length)[:, None])
+        shown = ((pos >= 0) & (pos < np.asarray(state.length)[:, None]))[live] & same[:, None]
         for x, y in ((a.k, b.k), (a.v, b.v)):
-            x, y = (np.asarray(z, np.float64).swapaxes(1, 2)[live][shown[live]] for z in (x, y))
+            x, y = (np.asarray(z, np.float64).swapaxes(1, 2)[live][shown] for z in (x, y))
             errors.append(np.linalg.norm(x - y) / np.linalg.norm(y))
     assert np.max(errors) < tolerance  # not-a-number is no error below it
     return jax.tree.map(lambda x: np.asarray(x)[live], (got, wanted))
