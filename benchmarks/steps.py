@@ -39,6 +39,8 @@ import steps_profile
 import steps_run
 from steps_shapes import SHAPES, Method, method, tiny
 
+from specjax import profiling_kernels
+
 _BEGAN = time.perf_counter()
 
 
@@ -199,7 +201,7 @@ def run_group(
             row["by_distinct"] = _by_distinct(contender, hit, copy, args)
         if name in args.profile.split(","):
             row["kernels"] = steps_profile.profile(contender)
-            print(steps_profile.table(row["kernels"], row["ms"]), flush=True)
+            print(profiling_kernels.table(row["kernels"], row["ms"]), flush=True)
         book.add(row)
         say(_told(row))
         for limit in steps_model.limits(row):

@@ -1,16 +1,18 @@
 """A training step of each method, on an accelerator: time, memory, and where the time goes.
 
-    python benchmarks/train_steps.py [--methods dflash dspark] [--rows 32] [--length 448] [--out FILE]
+    python benchmarks/train_steps.py [--methods dflash dspark] [--rows 32] [--length 448] [--profile] [--out FILE]
 
 The target has the sizes of SmolLM2-135M and random weights; rows are full of documents of about 300 tokens. Times are
 medians over runs that wait for the device. Prints one JSON line per method, in milliseconds: ``features`` (the target's
 pass), ``loss`` (no gradient), ``gradient`` (with it, features given), ``step`` (with the optimiser, features given),
 ``online`` (features made in the step); ``rows`` and ``rows_gradient`` for block drafters: everything below the head.
+``--profile`` lists the kernels of a step (features given) as well, forward and backward apart.
 """
 
 import argparse
 import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from train_features import SMOLLM2, packed, timed, weights
 
-from specjax import registry
+from specjax import profiling_kernels, registry
+from specjax.core.platform import traced_options
 from specjax.train import block, features, methods, step
 from specjax.train.types import Batch
 from specjax.types import Pair
@@ -74,7 +77,26 @@ def measure(
         compiled = jax.jit(one.__call__).lower(start, target, batch, more).compile()
         found[figure] = timed(lambda c=compiled, m=more: c(start, target, batch, m))
         found[f"{figure}_gib"] = compiled.memory_analysis().temp_size_in_bytes / 2**30
+    if args.profile:
+        found["kernels"] = kernels(jax.jit(one.__call__), (start, target, batch, given))
+        print(profiling_kernels.table(found["kernels"], found["step"]), flush=True)
     return found
+
+
+def kernels(step: Any, inputs: tuple, turns: int = 3) -> list[dict[str, Any]]:
+    """Kernels of a jitted step, the longest first (:func:`specjax.profiling_kernels.rows`)."""
+    compiled = step.lower(*inputs).compile(compiler_options=traced_options() or None)
+    jax.block_until_ready(compiled(*inputs))
+    with tempfile.TemporaryDirectory() as folder:
+        seen = profiling_kernels.traced(lambda: [compiled(*inputs) for _ in range(turns)], Path(folder))
+    return profiling_kernels.rows(seen, profiling_kernels.Operations(compiled.as_text() or ""), scope, turns)
+
+
+def scope(path: str) -> str:
+    """The part of a step that an operation belongs to, by how jax differentiates."""
+    if "transpose(" in path:
+        return "again" if "rematted" in path else "backward"
+    return "forward" if "jvp(" in path else "other"
 
 
 def main() -> None:
@@ -88,6 +110,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--recipe", default="{}", help="changes of the recipe, as JSON")
     parser.add_argument("--settings", default="{}", help="changes of the drafter's config, as JSON")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of a step")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     target_cfg = registry.target("llama").config(SMOLLM2 | {"num_hidden_layers": args.layers})

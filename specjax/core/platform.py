@@ -54,6 +54,13 @@ def compiler_options(name: str | None = None) -> dict[str, str]:
     return {}
 
 
+def traced_options(name: str | None = None) -> dict[str, str]:
+    """The same for a program that is compiled to be profiled: without command buffers on any GPU, since a trace does
+    not say which operation a kernel in one belongs to."""
+    gpu = (name or backend()) in ("cuda", "rocm")
+    return compiler_options(name) | ({"xla_gpu_enable_command_buffer": ""} if gpu else {})
+
+
 def enable_compilation_cache() -> Path | None:
     """Keep compiled programs between processes; returns the folder in use, or None when off.
 

@@ -18,7 +18,7 @@ from specjax import registry
 from specjax.config import Program
 from specjax.core import plain, round as rnd
 from specjax.core.pace import Step
-from specjax.core.platform import compiler_options
+from specjax.core.platform import compiler_options, traced_options
 from specjax.kernels import dispatch
 from specjax.types import Emit, State
 
@@ -106,6 +106,14 @@ class Engine:
         cuts = self._cut_shapes(width)
         return self._get(f"decode {width}", fn, (1,), self.weights, state, rounds, *cuts)
 
+    def compile_traced(self, state: State) -> Any:
+        """The compiled loop of rounds to be profiled: on GPUs another program than :meth:`compile_chunk`'s."""
+        if traced_options() == compiler_options():
+            return self.compile_chunk(state)
+        fn, rounds = chunk_program(self.program)
+        options = traced_options()
+        return self._get("decode, traced", fn, (1,), self.weights, state, rounds, options=options)
+
     def _cut_shapes(self, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct((width,), jnp.float32),) if self.program.cuts and width else ()
 
@@ -138,17 +146,18 @@ class Engine:
     def _run(self, name: str, fn, donate: tuple[int, ...], *args):
         return self._get(name, fn, donate, *args)(*args)
 
-    def _get(self, name: str, fn, donate: tuple[int, ...], *args):
+    def _get(self, name: str, fn, donate: tuple[int, ...], *args, options: dict[str, str] | None = None):
         compiled = self._compiled.get(name)
         if compiled is None:
-            compiled = self._compiled[name] = self._compile(name, fn, donate, args)
+            options = compiler_options() if options is None else options
+            compiled = self._compiled[name] = self._compile(name, fn, donate, args, options)
         return compiled
 
-    def _compile(self, name: str, fn, donate, args):
+    def _compile(self, name: str, fn, donate, args, options: dict[str, str]):
         p, began = self.program, time.perf_counter()
         with self._announce(f"compiling {name} (rows {p.rows}, tokens {p.tokens}, k {p.k})"):
             jitted = jax.jit(fn, donate_argnums=donate)
-            compiled = jitted.lower(*args).compile(compiler_options=compiler_options() or None)
+            compiled = jitted.lower(*args).compile(compiler_options=options or None)
         self._seconds += time.perf_counter() - began
         _Count.total += 1
         return compiled

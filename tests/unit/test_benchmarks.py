@@ -24,7 +24,7 @@ def steps():
     paths = [str(ROOT / "benchmarks"), str(ROOT)]
     sys.path[:0] = paths
     try:
-        names = ("shapes", "model", "run", "profile")
+        names = ("shapes", "model", "run")
         found = {name: importlib.import_module(f"steps_{name}") for name in names}
         yield SimpleNamespace(
             **found, predicted=importlib.import_module("predicted"), plots=importlib.import_module("plots")
@@ -151,15 +151,6 @@ def test_predictions(steps, tmp_path):
     (tmp_path / "x.json").write_text(json.dumps({"results": []}))
     with pytest.raises(ValueError, match="holds neither"):
         steps.plots.draw(tmp_path / "x.json")
-
-
-def test_bytes_of_operations(steps):
-    text = """
-  %p = bf16[8,4]{1,0} parameter(0)
-  %q = f32[8]{0} parameter(1)
-  ROOT %dot.1 = (f32[4]{0}, s8[2]{0}) fusion(%p, %q), kind=kLoop, calls=%p
-"""
-    assert steps.profile.operation_bytes(text) == {"dot.1": 18 + 64 + 32}
 
 
 def test_acceptance_is_forced_by_the_benchmark_alone(steps):

@@ -128,6 +128,12 @@ def test_auto_dtype_gives_a_reason():
 def test_command_buffers_are_off_on_rocm_only(monkeypatch):
     monkeypatch.delenv("SPECJAX_COMMAND_BUFFERS", raising=False)
     assert platform.compiler_options("rocm") == {"xla_gpu_enable_command_buffer": ""}
+    assert (
+        platform.traced_options("cuda")
+        == platform.traced_options("rocm")
+        == platform.compiler_options("rocm")
+    )
+    assert platform.traced_options("cpu") == {}
     assert platform.compiler_options("cuda") == platform.compiler_options() == {}
     monkeypatch.setenv("SPECJAX_COMMAND_BUFFERS", "1")
     assert platform.compiler_options("rocm") == {}

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -9,7 +10,7 @@ from tiny_models import PROMPTS, told
 from typer.testing import CliRunner
 
 import specjax
-from specjax import cli, profiling, profiling_trace, profiling_view
+from specjax import cli, profiling, profiling_kernels, profiling_trace, profiling_view
 from specjax.core import programs
 from specjax.metrics import Stats
 from specjax.profiling_parts import PARTS, Parts
@@ -65,20 +66,69 @@ def test_picture(tmp_path):
 
 HLO = """HloModule jit_chunk, is_scheduled=true
 %body {
-  %fusion.1 = f32[4]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(chunk)/while/body/draft/mul" stack_frame_id=1}
-  %dot.2 = f32[4,4]{1,0} dot(%a, %b), metadata={op_name="jit(chunk)/while/body/verify/draft/dot_general"}
-  %pair = (f32[4]{0}, s32[]) custom-call(%a), metadata={op_name="jit(chunk)/while/body/inject/sort"}
+  %fusion.1 = f32[4]{0} fusion(%a, %q), kind=kLoop, metadata={op_name="jit(chunk)/while/body/draft/mul" stack_frame_id=1}
+  %dot-2 = f32[4,4]{1,0} dot(%a, %b), metadata={op_name="jit(chunk)/while/body/verify/draft/dot_general"}
+  %a = bf16[8,4]{1,0} parameter(0)
+  %q = f32[8]{0} parameter(1)
+  %pair = (f32[4]{0}, s8[2]{0}) sort(%a, %q), metadata={op_name="jit(chunk)/while/body/inject/sort"}
+  %custom-call.5 = f32[4]{0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(chunk)/while/body/verify/skinny/pallas_call"}
+  %custom-call.6 = f32[4]{0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(chunk)/while/body/draft/skinny/pallas_call"}
   ROOT %copy.3 = f32[4]{0} copy(%a)
 }
   %while.4 = (s32[], f32[4]{0}) while(%t), condition=%c, body=%body, metadata={op_name="jit(chunk)/while"}
-"""
+"""  # noqa: E501
 
 
-def test_scopes_of_a_program():
-    scopes = profiling_trace.scopes_of(HLO)
-    assert scopes == {"fusion.1": "draft", "dot.2": "verify", "pair": "inject", "copy.3": "other"}
-    seen = [("fusion.1", 1.0), ("dot.2", 2.0), ("fusion.1", 0.5), ("while.4", 9.0), ("unknown", 9.0)]
-    assert profiling_trace.by_scope(iter(seen), scopes) == {"draft": 1.5, "verify": 2.0}
+def test_operations_of_a_program():
+    """Their bytes and scopes; what holds others or moves nothing is none."""
+    found = profiling_kernels.Operations(HLO).by_name
+    scopes = {name: profiling_trace.scope(one.path) for name, one in found.items()}
+    assert scopes == {
+        "fusion.1": "draft", "dot-2": "verify", "pair": "inject", "copy.3": "other", "custom-call.5": "verify",
+        "custom-call.6": "draft",
+    }  # fmt: skip
+    assert found["pair"].bytes == 18 + 64 + 32
+    assert found["custom-call.5"].kernel == "skinny"
+
+
+def planes(**lines):
+    """A trace: by line of the device, or of the host for "host", events (name, operation or None, seconds)."""
+
+    def event(name, operation, seconds, module="jit_chunk"):
+        stats = {"other": 1, "hlo_op": operation, "hlo_module": module}
+        stats = [(key, value) for key, value in stats.items() if value is not None]
+        return SimpleNamespace(name=name, stats=stats, duration_ns=1e9 * seconds)
+
+    line = lambda name: SimpleNamespace(name=name, events=[event(*x) for x in lines[name]])  # noqa: E731
+    place = lambda name: "/host:CPU" if name == "host" else "/device:GPU:0"  # noqa: E731
+    return [SimpleNamespace(name=place(name), lines=[line(name)]) for name in lines]
+
+
+def test_kernels_are_told_by_any_name():
+    """By what XLA notes; in command buffers by the kernel's own name, also where "_" stands for "." and "-", or a
+    number follows; libraries' kernels are others. Derived lines, other programs and holders do not count."""
+    operations = profiling_kernels.Operations(HLO)
+    scoped = lambda trace: profiling_kernels.by_scope(  # noqa: E731
+        profiling_kernels.events(trace), operations, profiling_trace.scope, profiling_trace.OTHER
+    )
+    host = [("x", "fusion.1", 1.0), ("x", "while.4", 9.0), ("x", "elsewhere", 9.0), ("x", None, 9.0)]
+    assert scoped(planes(host=host)) == {"draft": 1.0}
+    noted = [("fusion_7", "fusion.1", 1.0), ("nvjet", "dot-2", 2.0), ("skinny", "custom-call.5", 0.5)]
+    device = {"Stream #1(Compute)": noted, "XLA Ops": noted, "host": host}
+    assert scoped(planes(**device)) == {"draft": 1.0, "verify": 2.5}
+    buffered = [
+        ("fusion_1", "command_buffer_3", 1.0), ("dot_2", None, 2.0), ("skinny_1", "command_buffer_3", 0.5),
+        ("nvjet", "command_buffer_3", 4.0), ("MemcpyD2D", None, 8.0, None), ("fusion_1", None, 16.0, "jit_else"),
+    ]  # fmt: skip
+    trace = planes(**{"Stream #1": buffered})
+    assert scoped(trace) == {"draft": 1.25, "verify": 2.25, "other": 12.0}
+    rows = profiling_kernels.rows(profiling_kernels.events(trace), operations, profiling_trace.scope, 2)
+    assert [(x["kernel"], x["scope"], x["calls"]) for x in rows] == [
+        ("MemcpyD2D", None, 0.5), ("nvjet", None, 0.5), ("dot", "verify", 0.5), ("fusion", "draft", 0.5),
+        ("skinny", None, 0.5),
+    ]  # fmt: skip
+    assert rows[2]["bytes_per_second"] == (64 + 64) / 2
+    assert "fusion" in profiling_kernels.table(rows, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +172,8 @@ def test_profile(tmp_path):
     engine = call.engines()[0]
     state = jax.eval_shape(lambda: profiling.host_state(call.program, call.jobs))
     state = jax.eval_shape(lambda h: programs.fill_caches(call.program, h), state)
-    named = profiling_trace.scopes_of(engine.compile_chunk(state).as_text())
-    assert {"draft", "verify", "accept", "commit"} <= set(named.values())
+    named = profiling_kernels.Operations(engine.compile_traced(state).as_text()).by_name.values()
+    assert {"draft", "verify", "accept", "commit"} <= {profiling_trace.scope(one.path) for one in named}
     compiled = programs.compile_count()
     again = specjax.decode(params, prompt, **OPTIONS)
     assert (again.tokens, again.logprobs) == (before.tokens, before.logprobs)
