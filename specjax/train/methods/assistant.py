@@ -25,7 +25,7 @@ from specjax.train import init as initial, serial, shape
 from specjax.train.attention import attend_packed, take_rows, visible
 from specjax.train.losses import Transform
 from specjax.train.serial import Head, Rows
-from specjax.train.types import Batch, Features, Metrics, Recipe
+from specjax.train.types import Batch, Features, Metrics, Recipe, by_muon
 from specjax.types import Shared, TapSpec
 
 _SHAPE = ("layers", "width", "heads", "mlp_size")
@@ -34,7 +34,7 @@ _GIVEN = ("k", "drafting", "position_offset", "softcap")
 
 def recipe(**changes: Any) -> Recipe:
     """Five steps, each weighing 0.8 of the one before; the text's own tokens as labels."""
-    given = {"learning_rate": 1e-3, "terms": (("ce", 1.0),), "decay": 0.8, "unroll": 5}
+    given = by_muon(changes, adamw=1e-3) | {"terms": (("ce", 1.0),), "decay": 0.8, "unroll": 5}
     return serial.with_room(Recipe(method="assistant", **{**given, **changes}), changes)
 
 

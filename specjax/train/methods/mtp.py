@@ -21,7 +21,7 @@ from specjax.targets import deepseek, qwen3, qwen3_5
 from specjax.train import init as initial, serial, shape
 from specjax.train.losses import Transform
 from specjax.train.serial import Head, Net
-from specjax.train.types import Batch, Features, Metrics, Recipe
+from specjax.train.types import Batch, Features, Metrics, Recipe, by_muon
 from specjax.types import Shared, TapSpec
 
 _SHAPE = ("heads", "kv_heads", "head_dim", "mlp_size")
@@ -31,7 +31,7 @@ _GIVEN = ("k", "drafting", "draft_vocab", "eos_ids", "own_embed", "own_head")
 def recipe(**changes: Any) -> Recipe:
     """Three steps, each weighing 0.6 of the one before; the text's own tokens as labels. One layer trained for three
     steps goes on drafting beyond them."""
-    given = {"learning_rate": 1.5e-3, "terms": (("ce", 1.0),), "decay": 0.6, "unroll": 3}
+    given = by_muon(changes, adamw=1.5e-3) | {"terms": (("ce", 1.0),), "decay": 0.6, "unroll": 3}
     return serial.with_room(Recipe(method="mtp", **{**given, **changes}), changes)
 
 
