@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pairwise import name, pairwise, product
+from pairwise import name, pairwise
 from told import (
     MODES,
     NEW,
@@ -73,11 +73,9 @@ def test_scripted_drafters(case):
 
 @pytest.mark.long
 @pytest.mark.parametrize("k", SCRIPTED["k"])
-@pytest.mark.parametrize("batch", BATCHES)
-def test_scripted_drafters_all(k, batch):
-    """GRD.1: the whole product."""
-    options = SCRIPTED | {"k": (k,), "batch": (batch,), "at": range(k)}
-    for case in filter(one_place_unless_stop_inside, product(options)):
+def test_scripted_drafters_all(k):
+    """GRD.1: at every width every mode and every place, with each loop, chunk and batch."""
+    for case in pairwise(SCRIPTED | {"k": (k,), "at": range(k)}, one_place_unless_stop_inside):
         scripted(case)
 
 
@@ -91,10 +89,11 @@ def test_narrow_widths(case):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", product(VARIABLE), ids=name)
-def test_narrow_widths_all(case):
+@pytest.mark.parametrize("k", VARIABLE["k"])
+def test_narrow_widths_all(k):
     """GRD.1."""
-    scripted(case, "TOLD_VARIABLE")
+    for case in pairwise(VARIABLE | {"k": (k,)}):
+        scripted(case, "TOLD_VARIABLE")
 
 
 @functools.cache
@@ -120,9 +119,9 @@ def test_the_target_as_its_own_drafter(case):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [c for k in SELF["k"] for c in pairwise(SELF | {"k": (k,)})], ids=name)
+@pytest.mark.parametrize("case", pairwise(SELF | {"rounds": (1, 16), "batch": ("queue", "refill")}), ids=name)
 def test_the_target_as_its_own_drafter_all(case):
-    """GRD.5: at every width, every pair of ways of driving."""
+    """GRD.5: every width with each loop and with one row and several."""
     accepts_everything(case)
 
 
@@ -151,9 +150,9 @@ def test_ngram_settings():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [c for k in NGRAM["k"] for c in pairwise(NGRAM | {"k": (k,)})], ids=name)
+@pytest.mark.parametrize("case", pairwise(NGRAM), ids=name)
 def test_ngram_all(case):
-    """NGR.3: at every width, every pair of the other options."""
+    """NGR.3: every pair of widths and of the other options."""
     looks_up(case)
 
 

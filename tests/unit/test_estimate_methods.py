@@ -83,13 +83,13 @@ CALLS = {
     "sampled": (60, {"rows": 8, "max_new_tokens": 400, "temperature": 1.0}),
 }
 DAILY = {("eagle3", "prompt"), ("mtp", "prompt"), ("assistant", "prompt")}
-#: The others take turns with the calls, but for the one that is made of two.
+#: The others take turns with the calls.
 ONE_CALL = {"dflash": "sampled", "dspark": "prompt", "mtp experts": "sampled", "mtp latent": "prompt"}
-ONE_CALL |= {"draft_model": "sampled", "ngram": "prompt"}
+ONE_CALL |= {"draft_model": "sampled", "chain": "sampled", "ngram": "prompt"}
 
 
 def _cases():
-    for name in TARGETS:
+    for name in ("llama", "experts"):  # alone; the others with their drafters
         yield pytest.param(name, None, "prompt", id=f"{name}, prompt", marks=pytest.mark.long)
     for method, (target, drafter) in METHODS.items():
         for call in [ONE_CALL[method]] if method in ONE_CALL else CALLS:

@@ -32,6 +32,8 @@ def test_what_a_report_complains_about():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_compile_for_every_chip(name):
-    """KRN.1, KRN.4: no spilled registers, local memory that is there, products on matrix units."""
-    assert rocm.check(CASES[name]) == []
+def test_kernels_compile(name):
+    """KRN.1, KRN.4: no spilled registers, local memory that is there, products on matrix units. Every kernel for the
+    chip with the least local memory, every third one for all chips; ``make rocm-check`` compiles each for each."""
+    chips = tuple(rocm.ARCHS) if list(CASES).index(name) % 3 == 0 else ("gfx942",)
+    assert rocm.check(CASES[name], chips) == []
