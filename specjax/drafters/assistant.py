@@ -19,6 +19,7 @@ from specjax.drafters import assistant_model as model
 from specjax.drafters.assistant_config import Config, checked, config, tiny
 from specjax.drafters.assistant_model import Weights, abstract
 from specjax.drafters.pick import pick, sampling
+from specjax.layers.loop import scan_short
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
 
 __all__ = [
@@ -70,11 +71,14 @@ def draft(
     def one(carry, step):
         token, state = carry
         normed = model.run(p, cfg, shared, seen, token, state)
-        token, q = pick(model.logits(p, cfg, normed), keys, step, ctx.temperature)
+        if keys is None or ctx.temperature is None:
+            token, q = model.best(p, cfg, normed), None
+        else:
+            token, q = pick(model.logits(p, cfg, normed), keys, step, ctx.temperature)
         return (token, model.recycled(p, normed).astype(state.dtype)), (token, q)
 
     carry = (ctx.anchor, dstate.feedback)
-    _, drafted = jax.lax.scan(one, carry, jnp.arange(k, dtype=jnp.int32))
+    _, drafted = scan_short(one, carry, jnp.arange(k, dtype=jnp.int32))
     tokens, q = jax.tree.map(lambda x: x.swapaxes(0, 1), drafted)
     count = jnp.full(tokens.shape[:1], k, jnp.int32)
     if q is None or ctx.temperature is None:

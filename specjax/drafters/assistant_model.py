@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from specjax.core.cache import Filled
 from specjax.drafters.assistant_config import Config
+from specjax.layers import head as heads
 from specjax.layers.attention import attend
 from specjax.layers.linear import linear, precision_of
 from specjax.layers.mlp import geglu
-from specjax.layers.norm import rms_norm_wide
+from specjax.layers.norm import Normed, Rows, rms_norm_wide
 from specjax.layers.rope import rope_angles, rotate
 from specjax.targets import gemma
 from specjax.targets.gemma import Kind
@@ -147,29 +148,27 @@ def through(
     cfg: Config,
     embedded: Float[Array, "B Q W"],
     state: Float[Array, "B Q W"],
-    attention: Callable[[int, Layer, Float[Array, "B Q D"]], Float[Array, "B Q D"]],
+    attention: Callable[[int, Layer, Rows], Float[Array, "B Q D"]],
 ) -> Float[Array, "B Q D"]:
     """Normed output of rows of pairs. ``embedded``: as the target scales it. ``attention(index, layer, x)``: what is
     mixed of the target's values, projected."""
     eps, dtype = cfg.body.eps, p.norm.dtype
     x = linear(jnp.concatenate([embedded.astype(dtype), state.astype(dtype)], -1), p.pre)
     for i, layer in enumerate(p.layers):
-        mixed = attention(i, layer, rms_norm_wide(x, layer.attn_norm, eps))
+        mixed = attention(i, layer, Normed(x, layer.attn_norm, eps, wide=True))
         x = x + rms_norm_wide(mixed, layer.post_attn_norm, eps)
-        y = geglu(rms_norm_wide(x, layer.mlp_norm, eps), layer.gate, layer.up, layer.down)
+        y = geglu(Normed(x, layer.mlp_norm, eps, wide=True), layer.gate, layer.up, layer.down)
         x = (x + rms_norm_wide(y, layer.post_mlp_norm, eps)) * layer.scalar
     return rms_norm_wide(x, p.norm, eps)
 
 
-def _attend(
-    layer: Layer, cfg: Config, kind: Kind, x: Float[Array, "B 1 D"], at: Seen
-) -> Float[Array, "B 1 D"]:
+def _attend(layer: Layer, cfg: Config, kind: Kind, x: Rows, at: Seen) -> Float[Array, "B 1 D"]:
     """Attention without a scale: the norms of queries and keys set it."""
     q = rotate(queries(layer, cfg, x), at.cos, at.sin, kind.rope.pair)
     return gemma.output(attend(q, at.k, at.v, at.pos, at.key_pos, 1.0, cfg.window(kind)), layer.o)
 
 
-def queries(layer: Layer, cfg: Config, x: Float[Array, "B Q D"]) -> Float[Array, "B Q H C"]:
+def queries(layer: Layer, cfg: Config, x: Rows) -> Float[Array, "B Q H C"]:
     """Normed queries before rope."""
     return rms_norm_wide(linear(x, layer.q), layer.q_norm, cfg.body.eps)
 
@@ -186,6 +185,13 @@ def logits(p: Weights, cfg: Config, normed: Float[Array, "B D"]) -> Float[Array,
     else:
         out = _clustered(p.head, p.clusters, cfg, normed)
     return out[:, : cfg.vocab_size]
+
+
+def best(p: Weights, cfg: Config, normed: Float[Array, "B D"]) -> Int[Array, " B"]:
+    """The draft id with the largest of the :func:`logits`, which are not kept if every token may be drafted."""
+    if p.clusters is not None:
+        return jnp.argmax(logits(p, cfg, normed), -1).astype(jnp.int32)
+    return heads.best(normed, p.head, heads.Cap(softcap=cfg.softcap, size=cfg.vocab_size))[1]
 
 
 def _clustered(head, clusters: Clusters, cfg: Config, normed: Float[Array, "B D"]) -> Float[Array, "B V"]:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from specjax.kernels.kv_injection_op import Heads, Projections
 from specjax.layers.linear import linear, linears
 from specjax.layers.mlp import geglu, swiglu
-from specjax.layers.norm import rms_norm, rms_norm_wide
+from specjax.layers.norm import Normed, Rows, rms_norm, rms_norm_wide
 from specjax.layers.rope import RopeConfig, rope_config, rotate
 from specjax.types import ArraySpec
 
@@ -188,6 +188,11 @@ def norm(x: Float[Array, "*N D"], weight: Float[Array, " D"], cfg: Body) -> Floa
     return (rms_norm if cfg.flavour == "plain" else rms_norm_wide)(x, weight, cfg.eps)
 
 
+def normed(x: Float[Array, "*N D"], weight: Float[Array, " D"], cfg: Body) -> Normed:
+    """:func:`norm`, left to the product that reads it."""
+    return Normed(x, weight, cfg.eps, wide=cfg.flavour != "plain")
+
+
 def turn(
     x: Float[Array, "B Q N C"], cfg: Body, angles: tuple[Float[Array, "B Q R"], Float[Array, "B Q R"]]
 ) -> Float[Array, "B Q N C"]:
@@ -195,18 +200,17 @@ def turn(
     return rotate(x, *angles, cfg.rope.pair)
 
 
-def queries(layer: Layer, cfg: Body, x: Float[Array, "B Q W"]) -> Float[Array, "B Q H C"]:
+def queries(layer: Layer, cfg: Body, x: Rows) -> Float[Array, "B Q H C"]:
     """Queries before rope."""
     q = linear(x, layer.q, layer.q_bias)
     return q if layer.q_norm is None else norm(q, layer.q_norm, cfg)
 
 
-def keys_values(
-    layer: Layer, cfg: Body, x: Float[Array, "B Q W"]
-) -> tuple[Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
+def keys_values(layer: Layer, cfg: Body, x: Rows) -> tuple[Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
     """Keys (before rope) and values. Gemma's values are normed without a weight."""
-    raw = linear(x, layer.k, layer.k_bias)
-    return _finished(layer, cfg, raw, raw if layer.v is None else linear(x, layer.v, layer.v_bias))
+    own = () if layer.v is None else (layer.v,)
+    raw, *rest = linears(x, (layer.k, *own), (layer.k_bias, layer.v_bias)[: 1 + len(own)])
+    return _finished(layer, cfg, raw, rest[0] if rest else raw)
 
 
 def _finished(layer: Layer, cfg: Body, raw, v):
@@ -215,7 +219,7 @@ def _finished(layer: Layer, cfg: Body, raw, v):
 
 
 def heads_of(
-    layer: Layer, cfg: Body, x: Float[Array, "B Q W"]
+    layer: Layer, cfg: Body, x: Rows
 ) -> tuple[Float[Array, "B Q H C"], Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
     """:func:`queries` and :func:`keys_values` of the same rows."""
     own = () if layer.v is None else (layer.v,)
@@ -243,8 +247,8 @@ def output(layer: Layer, mixed: Float[Array, "B Q H C"]) -> Float[Array, "B Q D"
     return linear(heads, layer.o.reshape(layer.o.shape[0], -1), layer.o_bias)
 
 
-def feed(layer: Any, cfg: Body, x: Float[Array, "B Q D"]) -> Float[Array, "B Q D"]:
-    """The feed-forward block of a layer of any attention, over rows that are normed already."""
+def feed(layer: Any, cfg: Body, x: Rows) -> Float[Array, "B Q D"]:
+    """The feed-forward block of a layer of any attention, over normed rows."""
     return (swiglu if cfg.flavour == "plain" else geglu)(x, layer.gate, layer.up, layer.down)
 
 

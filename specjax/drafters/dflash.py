@@ -227,10 +227,10 @@ def block_layer(
     def mlp(n):
         return body.feed(layer, shape, n)
 
-    normed = norm(x, layer.attn_norm, shape)
+    normed = body.normed(x, layer.attn_norm, shape)
     added = dflash2.around(convs and convs.attention, cfg.conv, normed, attention)
     x = body.after_attention(layer, shape, x, added)
-    added = dflash2.around(convs and convs.mlp, cfg.conv, norm(x, layer.mlp_norm, shape), mlp)
+    added = dflash2.around(convs and convs.mlp, cfg.conv, body.normed(x, layer.mlp_norm, shape), mlp)
     return body.after_mlp(layer, shape, x, added)
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from specjax.drafters.dflash_config import Convolution, Selection
 from specjax.drafters.pick import pick
 from specjax.layers.linear import linear, precision_of
+from specjax.layers.norm import Rows, plain
 from specjax.types import ArraySpec
 
 
@@ -68,12 +69,13 @@ def selector_specs(cfg: Selection, vocab: int, width: int) -> Selector:
 def around(
     p: Conv | None,
     cfg: Convolution | None,
-    x: Float[Array, "B N D"],
-    sublayer: Callable[[Float[Array, "B N D"]], Float[Array, "B N D"]],
+    x: Rows,
+    sublayer: Callable[[Rows], Float[Array, "B N D"]],
 ) -> Float[Array, "B N D"]:
     """``sublayer(x)`` between two convolutions along the block, whose kernels depend on ``x`` row by row."""
     if p is None or cfg is None:
         return sublayer(x)
+    x = plain(x)
     kernels = linear(x, p.project).reshape(*x.shape[:2], 2, cfg.taps, -1)
     inner = convolve(x, p.base[0], kernels[:, :, 0], cfg.group)
     return convolve(sublayer(inner), p.base[1], kernels[:, :, 1], cfg.group)

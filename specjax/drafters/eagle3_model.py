@@ -15,6 +15,7 @@ from specjax.drafters.serial import Place, row
 from specjax.layers import head as heads
 from specjax.layers.attention import attend
 from specjax.layers.linear import linear
+from specjax.layers.norm import Joined, Rows
 from specjax.layers.rope import rope_angles
 from specjax.types import AbsorbIn, ArraySpec, Shared
 
@@ -77,17 +78,18 @@ def fuse(p: Weights, cfg: Config, block: AbsorbIn) -> Float[Array, "B Q D"]:
     if p.fc is None:
         return jnp.asarray(block.hidden, kind)
     parts = [block.taps[j].astype(kind) for j in cfg.taps]
-    if p.fc_norm is not None:
-        parts = [body.norm(x, w, cfg.body) for x, w in zip(parts, p.fc_norm, strict=True)]
-    joined = jnp.concatenate(parts, -1)
-    if p.input_norm is not None:
-        joined = body.norm(joined, p.input_norm, cfg.body)
-    return linear(joined, p.fc)
+    if p.fc_norm is None:
+        joined = jnp.concatenate(parts, -1)
+        return linear(joined if p.input_norm is None else body.normed(joined, p.input_norm, cfg.body), p.fc)
+    normed = Joined(tuple(body.normed(x, w, cfg.body) for x, w in zip(parts, p.fc_norm, strict=True)))
+    return linear(
+        normed if p.input_norm is None else body.normed(normed.array(), p.input_norm, cfg.body), p.fc
+    )
 
 
 #: ``attention(index, layer, u, x)``: the residual stream of the rows that go on, and what attention adds to it.
 Attention = Callable[
-    [int, Any, Float[Array, "B Q W"], Float[Array, "B Q D"]],
+    [int, Any, Rows, Float[Array, "B Q D"]],
     tuple[Float[Array, "B N D"], Float[Array, "B N D"]],
 ]
 
@@ -104,15 +106,15 @@ def through(
     Embeddings are raw table rows; their scale is the drafter's own, never the target's.
     """
     shape = cfg.body
-    normed = body.norm(feature, p.hidden_norm, shape)
+    normed = body.normed(feature, p.hidden_norm, shape)
     embedded = embedded * jnp.asarray(cfg.input_scale, embedded.dtype)
-    x = normed if cfg.norm_before_residual else feature
-    u = jnp.concatenate([body.norm(embedded, p.layers[0].attn_norm, shape), normed], -1)
+    x = normed.array() if cfg.norm_before_residual else feature
+    first = Joined((body.normed(embedded, p.layers[0].attn_norm, shape), normed))
     for i, layer in enumerate(p.layers):
-        u = body.norm(x, layer.attn_norm, shape) if i else u
+        u = body.normed(x, layer.attn_norm, shape) if i else first
         x, added = attention(i, layer, u, x)
         x = body.after_attention(layer, shape, x, added)
-        added = body.feed(layer, shape, body.norm(x, layer.mlp_norm, shape))
+        added = body.feed(layer, shape, body.normed(x, layer.mlp_norm, shape))
         x = body.after_mlp(layer, shape, x, added)
     return x
 
@@ -132,19 +134,20 @@ def run(
     written = []
 
     def attention(i, layer, u, x):
-        pos = at.pos
-        k, v = keys_values(layer, cfg, u, pos)
-        keys, values, key_pos, kv = cache[i].extend(k, v, pos, at.valid, at.mode)
+        pos, few = at.pos, i == len(cache) - 1 and at.pos.shape[1] > 1
+        q, k, v = (None, *keys_values(layer, cfg, u, pos)) if few else all_heads(layer, cfg, u, pos)
+        *cached, kv = cache[i].extend(k, v, pos, at.valid, at.mode)
         written.append(kv)
-        if i == len(cache) - 1:
+        if few:
             u, x, pos = (row(a, at.last) for a in (u, x, pos))
-        return x, _attention(layer, cfg, u, pos, (keys, values, key_pos), cfg.body.windows[i])
+            q = queries(layer, cfg, u, pos)
+        return x, _attention(layer, cfg, q, x.dtype, pos, cached, cfg.body.windows[i])
 
     return through(p, cfg, embedded, feature, attention)[:, 0], tuple(written)
 
 
 def keys_values(
-    layer: Any, cfg: Config, u: Float[Array, "B Q W"], pos: Int[Array, "B Q"]
+    layer: Any, cfg: Config, u: Rows, pos: Int[Array, "B Q"]
 ) -> tuple[Float[Array, "B Q G C"], Float[Array, "B Q G Cv"]]:
     """Rotated keys, and values; with latent attention what :func:`mla.keys_values` gives."""
     if cfg.mla is not None:
@@ -153,20 +156,28 @@ def keys_values(
     return body.turn(k, cfg.body, rope_angles(cfg.body.rope, pos)), v
 
 
-def queries(
-    layer: Any, cfg: Config, u: Float[Array, "B Q W"], pos: Int[Array, "B Q"]
-) -> Float[Array, "B Q H C"]:
-    """Rotated queries of a layer with heads."""
+def queries(layer: Any, cfg: Config, u: Rows, pos: Int[Array, "B Q"]) -> Any:
+    """Rotated queries ``[B Q H C]``; with latent attention what :func:`mla.queries` gives."""
+    if cfg.mla is not None:
+        return mla.queries(layer, cfg.body, cfg.mla, u, pos)
     return body.turn(body.queries(layer, cfg.body, u), cfg.body, rope_angles(cfg.body.rope, pos))
 
 
-def _attention(layer, cfg: Config, u, pos, cached, window):
+def all_heads(layer: Any, cfg: Config, u: Rows, pos: Int[Array, "B Q"]) -> tuple[Any, Array, Array]:
+    """:func:`queries` and :func:`keys_values` of the same rows."""
     if cfg.mla is not None:
-        return mla.mix(layer, cfg.body, cfg.mla, u, pos, cached, window)
+        return mla.heads(layer, cfg.body, cfg.mla, u, pos)
+    angles = rope_angles(cfg.body.rope, pos)
+    q, k, v = body.heads_of(layer, cfg.body, u)
+    return body.turn(q, cfg.body, angles), body.turn(k, cfg.body, angles), v
+
+
+def _attention(layer, cfg: Config, q, dtype, pos, cached, window):
+    if cfg.mla is not None:
+        return mla.mix(layer, cfg.mla, q, pos, tuple(cached), window)
     keys, values, key_pos = cached
-    q = queries(layer, cfg, u, pos)
     out = attend(q.astype(keys.dtype), keys, values, pos, key_pos, cfg.body.scale, window)
-    return body.output(layer, out.astype(u.dtype))
+    return body.output(layer, out.astype(dtype))
 
 
 def recycled(p: Weights, cfg: Config, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:

@@ -12,10 +12,22 @@ from specjax.drafters.body import Body
 from specjax.layers import latent as attention
 from specjax.layers.attention import causal
 from specjax.layers.latent import Latent, create_cache, latent
+from specjax.layers.norm import Rows
 from specjax.layers.rope import rope_angles, rope_config
 from specjax.types import ArraySpec
 
-__all__ = ["Latent", "Layer", "create_cache", "keys_values", "latent", "latent_body", "layer_specs", "mix"]
+__all__ = [
+    "Latent",
+    "Layer",
+    "create_cache",
+    "heads",
+    "keys_values",
+    "latent",
+    "latent_body",
+    "layer_specs",
+    "mix",
+    "queries",
+]
 
 
 def latent_body(base: Body, hf: Mapping[str, Any]) -> Body:
@@ -60,22 +72,32 @@ def layer_specs(cfg: Body, mla: Latent, prefix: str, width: int | None = None) -
 
 
 def keys_values(
-    layer: Layer, cfg: Body, mla: Latent, x: Float[Array, "B Q W"], pos: Int[Array, "B Q"]
+    layer: Layer, cfg: Body, mla: Latent, x: Rows, pos: Int[Array, "B Q"]
 ) -> tuple[Float[Array, "B Q 1 R"], Float[Array, "B Q 1 L"]]:
     """Rotated rope channels of the key and the normed latent."""
     return attention.keys_values(layer, mla, cfg.eps, x, rope_angles(cfg.rope, pos))
 
 
+def queries(layer: Layer, cfg: Body, mla: Latent, x: Rows, pos: Int[Array, "B Q"]) -> attention.Queries:
+    """What meets the latent, and what meets the rope channels of the key."""
+    return attention.queries(layer, mla, cfg.eps, x, rope_angles(cfg.rope, pos))
+
+
+def heads(
+    layer: Layer, cfg: Body, mla: Latent, x: Rows, pos: Int[Array, "B Q"]
+) -> tuple[attention.Queries, Float[Array, "B Q 1 R"], Float[Array, "B Q 1 L"]]:
+    """:func:`queries` and :func:`keys_values` of the same rows."""
+    return attention.heads(layer, mla, cfg.eps, x, rope_angles(cfg.rope, pos))
+
+
 def mix(
     layer: Layer,
-    cfg: Body,
     mla: Latent,
-    x: Float[Array, "B Q W"],
+    asked: attention.Queries,
     pos: Int[Array, "B Q"],
     cached: tuple[Float[Array, "B 1 S R"], Float[Array, "B 1 S L"], Filled | Int[Array, "B S"]],
     window: int | None,
 ) -> Float[Array, "B Q D"]:
-    """Attention of the rows ``x`` at positions ``pos`` over what :func:`keys_values` put into the cache."""
+    """Attention of :func:`queries` at positions ``pos`` over what :func:`keys_values` put into the cache."""
     keys, low, key_pos = cached
-    angles = rope_angles(cfg.rope, pos)
-    return attention.mix(layer, mla, cfg.eps, x, angles, (keys, low), causal(pos, key_pos, window))
+    return attention.mix(layer, mla, asked, (keys, low), causal(pos, key_pos, window))

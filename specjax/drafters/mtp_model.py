@@ -15,9 +15,8 @@ from specjax.core.cache import DenseKV
 from specjax.drafters.mtp_config import Config
 from specjax.drafters.serial import Place, row
 from specjax.layers import head as heads, latent
-from specjax.layers.attention import causal
 from specjax.layers.linear import linear
-from specjax.layers.norm import rms_norm, rms_norm_offset
+from specjax.layers.norm import Joined, Normed, Rows
 from specjax.layers.rope import rope_angles
 from specjax.targets import deepseek, qwen3, qwen3_5
 from specjax.targets.ffn import feed_forward
@@ -37,8 +36,8 @@ class Weights:
     head: Float[Array, "V D"] | None
 
 
-#: Whose layer it is. Each module has ``abstract_layer`` and ``choose_experts``; those with key and value heads also
-#: ``keys_values`` and ``mix``.
+#: Whose layer it is. Each module has ``abstract_layer``, ``choose_experts``, ``heads``, ``keys_values``, ``queries``
+#: and ``mix``.
 _FAMILIES: dict[type, Any] = {qwen3.Config: qwen3, qwen3_5.Config: qwen3_5, deepseek.Config: deepseek}
 
 
@@ -84,20 +83,19 @@ def through(
     embedded: Float[Array, "B Q D"],
     feature: Float[Array, "B Q D"],
     attention: Callable[
-        [int, Any, Float[Array, "B Q D"], Float[Array, "B Q D"]],
+        [int, Any, Rows, Float[Array, "B Q D"]],
         tuple[Float[Array, "B N D"], Float[Array, "B N D"]],
     ],
 ) -> Float[Array, "B N D"]:
     """State (after the final norm) of the rows that ``attention(0, layer, u, x)`` lets go on: it gives their residual
     stream and what is added to it, and knows their keys and values."""
-    norm = functools.partial(_norm, cfg)
-    joined = jnp.concatenate([norm(embedded, p.embed_norm), norm(feature, p.hidden_norm)], -1)
-    x = linear(joined, p.fc)
+    norm = functools.partial(_normed, cfg)
+    x = linear(Joined((norm(embedded, p.embed_norm), norm(feature, p.hidden_norm))), p.fc)
     x, added = attention(0, p.layer, norm(x, p.layer.attn_norm), x)
     x = x + added
     choose = functools.partial(_family(cfg).choose_experts, cfg.model)
     x = x + feed_forward(p.layer.mlp, norm(x, p.layer.mlp_norm), choose)
-    return norm(x, p.norm)
+    return norm(x, p.norm).array()
 
 
 def run(
@@ -114,40 +112,31 @@ def run(
     """
     written = []
 
+    family, model, few = _family(cfg), cfg.model, at.pos.shape[1] > 1
+
     def attention(_, layer, u, x):
-        k, v = _keys_values(layer, cfg, u, at.pos)
-        keys, values, key_pos, held = kv.extend(k, v, at.pos, at.valid, at.mode)
+        w, pos, angles = _attention(layer), at.pos, rope_angles(model.rope, at.pos)
+        q, k, v = (
+            (None, *family.keys_values(w, model, u, angles)) if few else family.heads(w, model, u, angles)
+        )
+        *cached, held = kv.extend(k, v, pos, at.valid, at.mode)
         written.append(held)
-        u, x, pos = (row(a, at.last) for a in (u, x, at.pos))
-        return x, _mix(layer, cfg, u, pos, (keys, values, key_pos))
+        if few:
+            u, x, pos = (row(a, at.last) for a in (u, x, pos))
+            q = family.queries(w, model, u, rope_angles(model.rope, pos))
+        return x, family.mix(w, model, q, pos, cached)
 
     state = through(p, cfg, embedded, feature, attention)
     return state[:, 0], written[0]
 
 
-def _norm(cfg: Config, x, weight):
-    return (rms_norm_offset if norms_stored_minus_one(cfg) else rms_norm)(x, weight, cfg.model.eps)
+def _normed(cfg: Config, x, weight) -> Normed:
+    return Normed(x, weight, cfg.model.eps, offset=norms_stored_minus_one(cfg))
 
 
 def _attention(layer: Any) -> Any:
     """Its attention's weights: Qwen3.5 keeps them apart from the layer's norms."""
     return getattr(layer, "mixer", layer)
-
-
-def _keys_values(layer: Any, cfg: Config, u, pos):
-    model, angles = cfg.model, rope_angles(cfg.model.rope, pos)
-    if _has_latent(cfg):
-        return latent.keys_values(layer, model.latent, deepseek.LOW_RANK_EPS, u, angles)
-    return _family(cfg).keys_values(_attention(layer), model, u, angles)
-
-
-def _mix(layer: Any, cfg: Config, u, pos, cached):
-    model, angles = cfg.model, rope_angles(cfg.model.rope, pos)
-    if not _has_latent(cfg):
-        return _family(cfg).mix(_attention(layer), model, u, pos, angles, cached)
-    keys, low, key_pos = cached
-    visible = causal(pos, key_pos)
-    return latent.mix(layer, model.latent, deepseek.LOW_RANK_EPS, u, angles, (keys, low), visible)
 
 
 def head(p: Weights, shared: Shared, cfg: Config) -> Float[Array, "Vd D"]:

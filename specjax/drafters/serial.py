@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.drafters.pick import pick
+from specjax.layers.loop import scan_short
+from specjax.layers.norm import Rows, chosen
 from specjax.types import AbsorbIn, Ctx, Mode, Proposal
 
 
@@ -31,9 +33,9 @@ def drafted(pos: Int[Array, "B 1"]) -> Place:
     return Place(pos, one, one - 1, "verify")
 
 
-def row(x: Array, index: Int[Array, " B"]) -> Array:
+def row(x: Rows, index: Int[Array, " B"]) -> Rows:
     """Row ``index[b]`` of every block: ``[B Q ...]`` -> ``[B 1 ...]``."""
-    return jnp.take_along_axis(x, index.reshape(-1, *[1] * (x.ndim - 1)), 1)
+    return chosen(x, lambda a: jnp.take_along_axis(a, index.reshape(-1, *[1] * (a.ndim - 1)), 1))
 
 
 def embed(
@@ -89,7 +91,7 @@ def draft(
 
     first = choose(state, 0)
     carry = (state, cache, first[0])
-    (_, cache, _), rest = jax.lax.scan(one, carry, jnp.arange(1, k, dtype=jnp.int32))
+    (_, cache, _), rest = scan_short(one, carry, jnp.arange(1, k, dtype=jnp.int32))
     tokens, q = jax.tree.map(lambda a, b: jnp.concatenate([a[:, None], b.swapaxes(0, 1)], 1), first, rest)
     count = jnp.full(tokens.shape[:1], k, jnp.int32)
     if q is None or ctx.temperature is None:

@@ -32,6 +32,7 @@ def case(x, weights: tuple, settings) -> Case:
         normed=settings.norm is not None,
         eps=0.0 if settings.norm is None else settings.norm[0],
         offset=settings.norm is not None and settings.norm[1],
+        pieces=settings.pieces,
         activation=settings.activation,
     )
 
@@ -42,8 +43,10 @@ def refuse(case: Case) -> str | None:
         return f"{case.dtype}: bfloat16, float16 or float32 for rows and weights alike"
     if case.rows > MAX_ROWS:
         return f"{case.rows} rows: beyond {MAX_ROWS} products are limited by arithmetic and XLA's"
-    if case.width % _MULTIPLE or any(n % _MULTIPLE for n in case.outs):
-        return f"weights of {case.outs} rows and {case.width} columns: multiples of {_MULTIPLE}"
+    if case.width % (case.pieces * _MULTIPLE) or any(n % _MULTIPLE for n in case.outs):
+        return (
+            f"weights of {case.outs} rows and {case.width} columns in {case.pieces}: multiples of {_MULTIPLE}"
+        )
     return None
 
 
@@ -85,8 +88,8 @@ def compile_plan(case: Case, plan: Plan):
 def shapes(case: Case) -> tuple:
     """Arguments of ``kernel.launch`` as shapes."""
     s = lambda *shape: jax.ShapeDtypeStruct(shape, case.dtype)  # noqa: E731
-    norm = (s(case.width),) if case.normed else ()
-    return s(case.rows, case.width), *(s(n, case.width) for n in case.outs), *norm
+    norms = (s(case.width // case.pieces),) * case.pieces if case.normed else ()
+    return s(case.rows, case.width), *(s(n, case.width) for n in case.outs), *norms
 
 
 def bind(case: Case, reference: Callable) -> Callable:

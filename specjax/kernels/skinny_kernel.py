@@ -4,8 +4,8 @@ A program has some rows of a weight and one of ``parts`` stretches of its column
 of the block are taken in chunks of 16, the fewest that matrix units take, each with sums of its own: what a row gets
 does not depend on how many others there are, to the last bit, and a verified position equals a plain step. The norm
 before a product costs no pass of its own: the weight of the norm goes into the rows as they are read, squares are
-summed on the way, and the factor multiplies the sums. Parts are added in order by ``jax.numpy``, which XLA joins with
-what follows.
+summed on the way, and the factor multiplies the sums. Rows may be of several pieces with a norm each: a part lies
+within one, whose factor multiplies it. Parts are added in order by ``jax.numpy``, which XLA joins with what follows.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ from specjax.kernels.head_kernel import load_rows
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What decides whether and how the kernel is built. ``outs``: rows of each weight; with an ``activation`` there are
-    two, gate and up. ``normed``: rows pass an RMS norm first, whose weight is ``offset`` by one or not."""
+    two, gate and up. ``normed``: rows pass an RMS norm first, whose weight is ``offset`` by one or not; each of their
+    ``pieces``, which are of one width, has its own."""
 
     rows: int
     width: int
@@ -37,6 +38,7 @@ class Case:
     eps: float = 0.0
     offset: bool = False
     activation: Callable | None = None
+    pieces: int = 1
 
     @property
     def chunks(self) -> int:
@@ -61,7 +63,8 @@ class Plan:
 
 def plan(case: Case, tile: Product, processors: int) -> Plan:
     """The grid for a chip. Parts and depth, which decide how a sum is rounded, do not depend on the block's rows."""
-    rows, parts, depth, most = tile.rows // len(case.jobs[0]), 1, tile.depth, tile.fill * processors
+    rows, parts, depth = tile.rows // len(case.jobs[0]), case.pieces, tile.depth
+    most = tile.fill * processors
     while any(n % rows for n in case.outs):
         rows //= 2
     tiles = sum(case.outs[job[0]] // rows for job in case.jobs)
@@ -76,9 +79,9 @@ def plan(case: Case, tile: Product, processors: int) -> Plan:
 
 
 def launch(x, *arrays, case: Case, plan: Plan, interpret: bool = False):
-    """``arrays``: the weights [N_i K], then the norm's weight if there is one. Gives a tuple of [rows N_i], or of one
+    """``arrays``: the weights [N_i K], then the norms' weights if there are any. Gives a tuple of [rows N_i], or of one
     [rows N] with an activation."""
-    weights, norm = arrays[: len(case.outs)], arrays[len(case.outs) :]
+    weights, norms = arrays[: len(case.outs)], arrays[len(case.outs) :]
     out = pl.pallas_call(
         functools.partial(_kernel, case=case, plan=plan),
         grid=(sum(case.outs[job[0]] // plan.rows for job in case.jobs), plan.parts),
@@ -86,7 +89,7 @@ def launch(x, *arrays, case: Case, plan: Plan, interpret: bool = False):
         compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=plan.stages),
         interpret=interpret,
         name="skinny",
-    )(x, *norm, *weights)
+    )(x, *norms, *weights)
     return tuple(out) if plan.parts == 1 else _joined(out, case, plan)
 
 
@@ -98,14 +101,17 @@ def _shapes(case: Case, plan: Plan) -> list:
 
 
 def _joined(out, case: Case, plan: Plan) -> tuple:
-    total = lambda x: functools.reduce(operator.add, [x[i] for i in range(plan.parts)])  # noqa: E731
-    sums = [total(x) for x in out[: len(case.outs)]]
-    factor = _factor(total(out[-1]), case)[:, None] if case.normed else None
-    return tuple(_finished([sums[i] for i in job], factor, case) for job in case.jobs)
+    add, each = functools.partial(functools.reduce, operator.add), plan.parts // case.pieces
+    pieces = [range(first, first + each) for first in range(0, plan.parts, each)]
+    sums = [[add([x[i] for i in piece]) for piece in pieces] for x in out[: len(case.outs)]]
+    if case.normed:
+        factors = [_factor(add([out[-1][i] for i in piece]), case)[:, None] for piece in pieces]
+        sums = [[s * f for s, f in zip(x, factors, strict=True)] for x in sums]
+    return tuple(_finished([add(sums[i]) for i in job], None, case) for job in case.jobs)
 
 
 def _factor(squares, case: Case):
-    return jax.lax.rsqrt(squares / case.width + case.eps)
+    return jax.lax.rsqrt(squares / (case.width // case.pieces) + case.eps)
 
 
 def _finished(sums, factor, case: Case):
@@ -115,8 +121,8 @@ def _finished(sums, factor, case: Case):
 
 
 def _kernel(*refs, case: Case, plan: Plan):
-    x_ref, *rest = refs
-    norm_ref, rest = (rest[0], rest[1:]) if case.normed else (None, rest)
+    (x_ref, *rest), norms = refs, case.pieces if case.normed else 0
+    norm_refs, rest = rest[:norms], rest[norms:]
     weights, outs = rest[: len(case.outs)], rest[len(case.outs) :]
     (tile, part), first = (pl.program_id(0), pl.program_id(1)), 0
     for number, job in enumerate(case.jobs):
@@ -125,13 +131,13 @@ def _kernel(*refs, case: Case, plan: Plan):
         squares_ref = outs[-1] if case.normed and plan.parts > 1 and number == 0 else None
         mine = [weights[i] for i in job]
         at = (tile - first) * plan.rows, part
-        run = functools.partial(_tile, x_ref, norm_ref, mine, given, squares_ref, at, case, plan)
+        run = functools.partial(_tile, x_ref, norm_refs, mine, given, squares_ref, at, case, plan)
         # a program branches to its weight: they stay arrays of their own
         run() if len(case.jobs) == 1 else pl.when((tile >= first) & (tile < last))(run)
         first = last
 
 
-def _tile(x_ref, norm_ref, weights, outs, squares_ref, at, case: Case, plan: Plan):
+def _tile(x_ref, norm_refs, weights, outs, squares_ref, at, case: Case, plan: Plan):
     """One program's rows of one weight, or of gate and up; the very first also gives the rows' sums of squares."""
     (row, part), share = at, case.width // plan.parts
     scaled = squares_ref is not None or (case.normed and plan.parts == 1)
@@ -141,7 +147,7 @@ def _tile(x_ref, norm_ref, weights, outs, squares_ref, at, case: Case, plan: Pla
         start = part * share + i * plan.depth
         at = pl.ds(start, plan.depth)
         tiles = [w[pl.ds(row, plan.rows), at] for w in weights]
-        scale = None if norm_ref is None else norm_ref[at].astype(jnp.float32) + case.offset
+        scale = _scale(norm_refs, part, i, case, plan) if case.normed else None
         after = []
         for chunk, (sums, squares) in enumerate(carry):
             x = load_rows(x_ref, chunk * CHUNK, start, plan.depth, case.rows)
@@ -167,6 +173,16 @@ def _tile(x_ref, norm_ref, weights, outs, squares_ref, at, case: Case, plan: Pla
             inside = (at < case.rows) & (row == 0)
             at = jnp.where(inside, at, case.rows)
             triton.store(squares_ref.at[part, at], jnp.sum(squares, axis=1), mask=inside)
+
+
+def _scale(norm_refs, part, step, case: Case, plan: Plan):
+    """What the norm multiplies the columns of a step by. A part lies within one piece of a row."""
+    each = plan.parts // case.pieces
+    at = pl.ds((part % each) * (case.width // plan.parts) + step * plan.depth, plan.depth)
+    scale = norm_refs[0][at]
+    for piece, ref in enumerate(norm_refs[1:], 1):
+        scale = jnp.where(part // each == piece, ref[at], scale)
+    return scale.astype(jnp.float32) + case.offset
 
 
 def _store(ref, at: tuple, chunk: int, column, values, case: Case):

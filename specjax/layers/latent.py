@@ -16,8 +16,8 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
 from specjax.core.cache import DenseKV
-from specjax.layers.linear import linear, precision_of
-from specjax.layers.norm import rms_norm
+from specjax.layers.linear import linear, linears, precision_of
+from specjax.layers.norm import Normed, Rows, rms_norm
 from specjax.layers.rope import rotate
 from specjax.types import ArraySpec
 
@@ -100,41 +100,52 @@ def create_cache(mla: Latent, rows: int, slots: int, dtype: Any) -> DenseKV:
     return DenseKV.create(rows, 1, slots, mla.rope, dtype, value_dim=mla.rank)
 
 
+Queries = tuple[Float[Array, "B Q H L"], Float[Array, "B Q H R"]]
+
+
 def keys_values(
-    w: Any, mla: Latent, eps: float, x: Float[Array, "B Q W"], angles: Angles
+    w: Any, mla: Latent, eps: float, x: Rows, angles: Angles
 ) -> tuple[Float[Array, "B Q 1 R"], Float[Array, "B Q 1 L"]]:
     """Rotated rope channels of the key and the normed latent. ``eps``: of the norms of low rank."""
-    both = linear(x, w.kv_down)
+    return _keys_values(w, mla, eps, linear(x, w.kv_down), angles)
+
+
+def queries(w: Any, mla: Latent, eps: float, x: Rows, angles: Angles) -> Queries:
+    """What meets the latent, and what meets the rope channels of the key."""
+    return _queries(w, mla, eps, linear(x, w.q if w.q_down is None else w.q_down), angles)
+
+
+def heads(
+    w: Any, mla: Latent, eps: float, x: Rows, angles: Angles
+) -> tuple[Queries, Float[Array, "B Q 1 R"], Float[Array, "B Q 1 L"]]:
+    """:func:`queries` and :func:`keys_values` of the same rows."""
+    first, both = linears(x, (w.q if w.q_down is None else w.q_down, w.kv_down))
+    return _queries(w, mla, eps, first, angles), *_keys_values(w, mla, eps, both, angles)
+
+
+def _keys_values(w, mla: Latent, eps: float, both, angles: Angles):
     low = rms_norm(both[..., : mla.rank], w.kv_norm, eps)
     return rotate(_halves(both[..., None, mla.rank :]), *angles), low[:, :, None]
+
+
+def _queries(w, mla: Latent, eps: float, first, angles: Angles) -> Queries:
+    q = first if w.q_down is None else linear(Normed(first, w.q_norm, eps), w.q)
+    near, far = q[..., : mla.nope], rotate(_halves(q[..., mla.nope :]), *angles)
+    near = jnp.einsum("bqhc,hcl->bqhl", near, w.kv_up[:, : mla.nope], precision=precision_of(q.dtype))
+    return near, far
 
 
 def mix(
     w: Any,
     mla: Latent,
-    eps: float,
-    x: Float[Array, "B Q W"],
-    angles: Angles,
+    asked: Queries,
     cached: tuple[Float[Array, "B 1 S R"], Float[Array, "B 1 S L"]],
     visible: Bool[Array, "B Q S"],
 ) -> Float[Array, "B Q D"]:
-    """Attention of the rows ``x`` over what :func:`keys_values` put into the cache."""
-    keys, low = cached
-    near, far = queries(w, mla, eps, x, angles)
+    """Attention of :func:`queries` over what :func:`keys_values` put into the cache."""
+    (near, far), (keys, low) = asked, cached
     out = attend_latent(near, far, low[:, 0], keys[:, 0], visible, mla.scale)
-    return output(w, mla, out.astype(x.dtype))
-
-
-def queries(
-    w: Any, mla: Latent, eps: float, x: Float[Array, "B Q W"], angles: Angles
-) -> tuple[Float[Array, "B Q H L"], Float[Array, "B Q H R"]]:
-    """What meets the latent, and what meets the rope channels of the key."""
-    if w.q_down is not None:
-        x = rms_norm(linear(x, w.q_down), w.q_norm, eps)
-    q = linear(x, w.q)
-    near, far = q[..., : mla.nope], rotate(_halves(q[..., mla.nope :]), *angles)
-    near = jnp.einsum("bqhc,hcl->bqhl", near, w.kv_up[:, : mla.nope], precision=precision_of(x.dtype))
-    return near, far
+    return output(w, mla, out.astype(near.dtype))
 
 
 def output(w: Any, mla: Latent, mixed: Float[Array, "B Q H L"]) -> Float[Array, "B Q D"]:

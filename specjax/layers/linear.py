@@ -3,8 +3,8 @@ decided here.
 
 Products of few rows are a matter of reading weights. On a GPU a kernel does that (``skinny`` in
 :mod:`specjax.kernels.dispatch`) for one weight, for several that read the same rows, and for the pair of a gated block;
-a norm that stands before them may be left to it (:class:`specjax.layers.norm.Normed`). Everywhere else, and for many
-rows, they are XLA's.
+a norm that stands before them may be left to it (:class:`specjax.layers.norm.Normed`), or several of rows side by side
+(:class:`specjax.layers.norm.Joined`). Everywhere else, and for many rows, they are XLA's.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from specjax.kernels import dispatch
-from specjax.layers.norm import Normed
+from specjax.layers.norm import Joined, Normed, Rows, plain
 
 # XLA's CPU back end has a fast bfloat16 product only for four rows and more and a float32 result: padding
 # rows and rounding afterwards is four to five times faster there, and never done elsewhere.
@@ -26,18 +26,17 @@ _CPU_BF16_ROWS = 4
 #: Numbers in weights from which on reading them takes longer than starting a kernel does.
 _LARGE = 1 << 18
 
-Rows = Array | Normed
-
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What the kernel does besides multiplying: (eps, offset) of the norm before, the activation of a gate after.
-    ``wide``: where XLA norms, it rounds once, as the kernel does."""
+    ``wide``: where XLA norms, it rounds once, as the kernel does. ``pieces`` of a row, each with its own norm."""
 
     out_dtype: Any = None
     norm: tuple[float, bool] | None = None
     activation: Callable | None = None
     wide: bool = False
+    pieces: int = 1
 
 
 def precision_of(dtype) -> jax.lax.Precision | None:
@@ -64,7 +63,7 @@ def linears(
     """:func:`linear` for several weights that read the same rows: one kernel where there is one."""
     found = _few(x, weights, out_dtype)
     if found is None:
-        rows = x.array() if isinstance(x, Normed) else x
+        rows = plain(x)
         found = tuple(product(rows, w, out_dtype) for w in weights)
     biases = biases or (None,) * len(weights)
     return tuple(y if b is None else y + b.astype(y.dtype) for y, b in zip(found, biases, strict=True))
@@ -76,7 +75,7 @@ def gated(
     """``activation(gate x) * up x``; in bfloat16 a kernel rounds it once, XLA after every step."""
     found = _few(x, (gate, up), None, activation)
     if found is None:
-        rows = x.array() if isinstance(x, Normed) else x
+        rows = plain(x)
         return activation(product(rows, gate)) * product(rows, up)
     return found[0]
 
@@ -97,19 +96,30 @@ def product(x: Float[Array, "*N D"], w: Float[Array, "*F D"], out_dtype=None) ->
 
 def _few(x: Rows, weights: Sequence[Array], out_dtype, activation: Callable | None = None) -> tuple | None:
     """Products by the kernel, None where there is none for them."""
-    rows, norm = (x.x, (x.eps, x.offset)) if isinstance(x, Normed) else (x, None)
-    settings = Settings(out_dtype, norm, activation, isinstance(x, Normed) and x.wide)
-    flat = rows.reshape(-1, rows.shape[-1])
+    parts = x.parts if isinstance(x, Joined) else (x,)
+    arrays = [part.x if isinstance(part, Normed) else part for part in parts]
+    norms = tuple(part.weight for part in parts if isinstance(part, Normed))
+    lead, width = arrays[0].shape[:-1], sum(a.shape[-1] for a in arrays)
     tables = tuple(w.reshape(-1, w.shape[-1]) for w in weights)
     if dispatch.wanted() == "auto" and sum(w.size for w in tables) < _LARGE:
         return None
+    norm, wide = _norm(parts[0])
+    settings = Settings(out_dtype, norm, activation, wide, len(parts))
+    facts = jax.ShapeDtypeStruct((math.prod(lead), width), arrays[0].dtype), tables, settings
     reference = functools.partial(_reference, count=len(tables), settings=settings)
-    run = dispatch.implementation("skinny", (flat, tables, settings), reference)
+    run = dispatch.implementation("skinny", facts, reference)
     if run is reference:
         return None
-    found = run(flat, *tables, *((x.weight,) if isinstance(x, Normed) else ()))
-    lead, shapes = rows.shape[:-1], [w.shape[:-1] for w in weights[: len(found)]]
+    # the lookup of an embedding or the sum of a residual stream is part of joining
+    rows = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, -1)
+    found = run(rows.reshape(-1, width), *tables, *norms)
+    shapes = [w.shape[:-1] for w in weights[: len(found)]]
     return tuple(y.reshape(*lead, *shape) for y, shape in zip(found, shapes, strict=True))
+
+
+def _norm(part: Array | Normed) -> tuple[tuple[float, bool] | None, bool]:
+    """``norm`` and ``wide`` of :class:`Settings`."""
+    return ((part.eps, part.offset), part.wide) if isinstance(part, Normed) else (None, False)
 
 
 def _reference(x, *arrays, count: int, settings: Settings) -> tuple:
@@ -117,7 +127,8 @@ def _reference(x, *arrays, count: int, settings: Settings) -> tuple:
     weights, norm = arrays[:count], arrays[count:]
     if settings.norm is not None:
         eps, offset = settings.norm
-        x = Normed(x, norm[0], eps, offset, settings.wide).array()
+        parts = zip(jnp.split(x, settings.pieces, -1), norm, strict=True)
+        x = Joined(tuple(Normed(part, w, eps, offset, settings.wide) for part, w in parts)).array()
     found = tuple(product(x, w, settings.out_dtype) for w in weights)
     return found if settings.activation is None else (settings.activation(found[0]) * found[1],)
 

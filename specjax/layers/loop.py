@@ -1,10 +1,18 @@
-"""A scan whose results do not begin as zeros."""
+"""Scans: of few steps, and with results that do not begin as zeros."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from specjax.core import platform
+
+
+def scan_short(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
+    """``jax.lax.scan`` over few steps that are short: on a GPU one after the other without a loop, whose every turn
+    costs as much as several kernels."""
+    return jax.lax.scan(step, carry, xs, unroll=platform.backend() in ("cuda", "rocm"))
 
 
 def scan_into(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, into: Any) -> tuple[Any, Any]:

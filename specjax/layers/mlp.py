@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax.layers.linear import Rows, gated, linear
+from specjax.layers.linear import gated, linear
+from specjax.layers.norm import Rows
 
 
 def swiglu(

@@ -12,6 +12,9 @@ function            formula                 families
 first and the last agree.
 """
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -51,6 +54,40 @@ class Normed:
         """The normed rows."""
         norm = rms_norm_offset if self.offset else rms_norm_wide if self.wide else rms_norm
         return norm(self.x, self.weight, self.eps)
+
+    def of(self, choose: Callable[[Array], Array]) -> "Normed":
+        """The same of rows that ``choose`` takes from them."""
+        return dataclasses.replace(self, x=choose(self.x))
+
+
+@struct.dataclass
+class Joined:
+    """Rows side by side along the last axis, of one width, each with its own norm of one kind; left to the product that
+    reads them."""
+
+    parts: tuple[Normed, ...]
+
+    def array(self) -> Float[Array, "*N DD"]:
+        """The normed rows."""
+        return jnp.concatenate([part.array() for part in self.parts], -1)
+
+    def of(self, choose: Callable[[Array], Array]) -> "Joined":
+        """The same of rows that ``choose`` takes from them."""
+        return Joined(tuple(part.of(choose) for part in self.parts))
+
+
+#: Rows, or rows whose norm is left to the product that reads them.
+Rows = Array | Normed | Joined
+
+
+def plain(x: Rows) -> Float[Array, "*N D"]:
+    """The rows, normed if they are to be."""
+    return x.array() if isinstance(x, Normed | Joined) else x
+
+
+def chosen(x: Rows, choose: Callable[[Array], Array]) -> Rows:
+    """The rows that ``choose`` takes from an array of them."""
+    return x.of(choose) if isinstance(x, Normed | Joined) else choose(x)
 
 
 def _normed(x, eps):

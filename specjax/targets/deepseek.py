@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from specjax.core.cache import DenseKV
 from specjax.layers import latent
 from specjax.layers.attention import causal
-from specjax.layers.norm import rms_norm
+from specjax.layers.norm import Normed, Rows, rms_norm
 from specjax.layers.rope import rope_angles
 from specjax.layers.router import route_groups
 from specjax.targets.decoder import Weights, best, commit, outer_specs, shared, unembed, walk
@@ -25,7 +25,8 @@ from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
     "LOW_RANK_EPS", "PREFIXES", "Config", "Weights", "abstract", "abstract_layer", "best", "choose_experts",
-    "commit", "config", "forward", "init_cache", "kv_view", "min_resume", "shared", "skipped", "unembed",
+    "commit", "config", "forward", "heads", "init_cache", "keys_values", "kv_view", "min_resume", "mix", "queries",
+    "shared", "skipped", "unembed",
 ]  # fmt: skip
 
 #: The text part of a multimodal checkpoint; transformers 5.24 writes ``blocks`` where published files say ``layers``.
@@ -110,14 +111,35 @@ def forward(
     route = functools.partial(choose_experts, cfg)
 
     def step(_, layer, x, kv):
-        normed = rms_norm(x, layer.attn_norm, cfg.eps)
-        key, low = latent.keys_values(layer, cfg.latent, LOW_RANK_EPS, normed, angles)
-        keys, lows, key_pos, kv = kv.extend(key, low, pos, valid, mode)
-        visible = causal(pos, key_pos)
-        x = x + latent.mix(layer, cfg.latent, LOW_RANK_EPS, normed, angles, (keys, lows), visible)
-        return x + feed_forward(layer.mlp, rms_norm(x, layer.mlp_norm, cfg.eps), route), kv
+        q, *own = heads(layer, cfg, Normed(x, layer.attn_norm, cfg.eps), angles)
+        *cached, kv = kv.extend(*own, pos, valid, mode)
+        x = x + mix(layer, cfg, q, pos, cached)
+        return x + feed_forward(layer.mlp, Normed(x, layer.mlp_norm, cfg.eps), route), kv
 
     return walk(p.embed[tokens], p.layers, cache, taps, step, lambda x: rms_norm(x, p.norm, cfg.eps))
+
+
+def heads(layer: Layer, cfg: Config, x: Rows, angles) -> tuple[latent.Queries, Array, Array]:
+    """:func:`queries` and :func:`keys_values` of the same rows."""
+    return latent.heads(layer, cfg.latent, LOW_RANK_EPS, x, angles)
+
+
+def keys_values(layer: Layer, cfg: Config, x: Rows, angles) -> tuple[Array, Array]:
+    """What the cache keeps: rotated rope channels of the key, and the normed latent."""
+    return latent.keys_values(layer, cfg.latent, LOW_RANK_EPS, x, angles)
+
+
+def queries(layer: Layer, cfg: Config, x: Rows, angles) -> latent.Queries:
+    """What meets the latent, and what meets the rope channels of the key."""
+    return latent.queries(layer, cfg.latent, LOW_RANK_EPS, x, angles)
+
+
+def mix(
+    layer: Layer, cfg: Config, q: latent.Queries, pos: Int[Array, "B Q"], cached
+) -> Float[Array, "B Q D"]:
+    """Attention of queries over ``cached``: what the cache keeps, and the position of each key."""
+    *held, key_pos = cached
+    return latent.mix(layer, cfg.latent, q, tuple(held), causal(pos, key_pos))
 
 
 def choose_experts(cfg: Config, rows: Float[Array, "N D"], mlp: Moe):

@@ -10,10 +10,10 @@ import jax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specjax.layers.linear import Rows, linear
+from specjax.layers.linear import linear
 from specjax.layers.mlp import swiglu
 from specjax.layers.moe import experts
-from specjax.layers.norm import Normed
+from specjax.layers.norm import Rows, plain
 from specjax.types import ArraySpec
 
 
@@ -73,7 +73,7 @@ def feed_forward(mlp: Dense | Moe, x: Rows, route: Route) -> Float[Array, "B Q D
     """Output of either block for rows ``[B Q D]``; ``route(rows, mlp)`` gives weights and ids of each row's experts."""
     if isinstance(mlp, Dense):
         return swiglu(x, mlp.gate, mlp.up, mlp.down)
-    x = x.array() if isinstance(x, Normed) else x
+    x = plain(x)
     rows = x.reshape(-1, x.shape[-1])
     out = experts(rows, *route(rows, mlp), mlp.gate, mlp.up, mlp.down).reshape(x.shape)
     if mlp.shared is None:

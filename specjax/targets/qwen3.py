@@ -13,9 +13,9 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.core.cache import DenseKV
-from specjax.layers.linear import linear
+from specjax.layers.linear import linear, linears
 from specjax.layers.moe import route
-from specjax.layers.norm import rms_norm
+from specjax.layers.norm import Rows, rms_norm
 from specjax.layers.rope import rotate
 from specjax.targets import llama
 from specjax.targets.decoder import Weights, best, commit, shared, unembed
@@ -26,7 +26,7 @@ from specjax.types import ArraySpec, Mode, TapSpec, TargetOut
 
 __all__ = [
     "Config", "Weights", "abstract", "abstract_layer", "best", "choose_experts", "commit", "config", "forward",
-    "init_cache", "keys_values", "kv_view", "min_resume", "mix", "output", "queries", "shared", "unembed",
+    "heads", "init_cache", "keys_values", "kv_view", "min_resume", "mix", "output", "queries", "shared", "unembed",
 ]  # fmt: skip
 
 
@@ -129,15 +129,6 @@ def _project(layer, cfg, x):
     return rms_norm(q, layer.q_norm, cfg.eps), rms_norm(k, layer.k_norm, cfg.eps), v
 
 
-def _queries(layer, cfg, x):
-    return rms_norm(linear(x, layer.q, layer.q_bias), layer.q_norm, cfg.eps)
-
-
-def _keys_values(layer, cfg, x):
-    k = rms_norm(linear(x, layer.k, layer.k_bias), layer.k_norm, cfg.eps)
-    return k, linear(x, layer.v, layer.v_bias)
-
-
 def _feed_forward(layer, cfg, x):
     return feed_forward(layer.mlp, x, functools.partial(choose_experts, cfg))
 
@@ -147,21 +138,30 @@ def choose_experts(cfg: Config, rows: Float[Array, "N D"], mlp: Moe):
     return route(rows, mlp.router, cfg.experts_per_token, cfg.norm_topk)
 
 
+def heads(
+    layer: Layer, cfg: Config, x: Rows, angles
+) -> tuple[Float[Array, "B Q H C"], Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
+    """:func:`queries` and :func:`keys_values` of the same rows."""
+    q, k, v = _project(layer, cfg, x)
+    return rotate(q, *angles), rotate(k, *angles), v
+
+
 def keys_values(
-    layer: Layer, cfg: Config, x: Float[Array, "B Q D"], angles
+    layer: Layer, cfg: Config, x: Rows, angles
 ) -> tuple[Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
     """Rotated keys, and values."""
-    k, v = _keys_values(layer, cfg, x)
-    return rotate(k, *angles), v
+    k, v = linears(x, (layer.k, layer.v), (layer.k_bias, layer.v_bias))
+    return rotate(rms_norm(k, layer.k_norm, cfg.eps), *angles), v
+
+
+def queries(layer: Layer, cfg: Config, x: Rows, angles) -> Float[Array, "B Q H C"]:
+    """Rotated queries."""
+    q = rms_norm(linear(x, layer.q, layer.q_bias), layer.q_norm, cfg.eps)
+    return rotate(q, *angles)
 
 
 def mix(
-    layer: Layer, cfg: Config, x: Float[Array, "B Q D"], pos: Int[Array, "B Q"], angles, cached
+    layer: Layer, cfg: Config, q: Float[Array, "B Q H C"], pos: Int[Array, "B Q"], cached
 ) -> Float[Array, "B Q D"]:
-    """Attention of the rows ``x`` over ``cached``: keys, values and the position of each key."""
-    return llama.attention_of(layer, cfg, queries(layer, cfg, x, angles), pos, cached)
-
-
-def queries(layer: Layer, cfg: Config, x: Float[Array, "B Q D"], angles) -> Float[Array, "B Q H C"]:
-    """Rotated queries."""
-    return rotate(_queries(layer, cfg, x), *angles)
+    """Attention of rotated queries over ``cached``: keys, values and the position of each key."""
+    return llama.attention_of(layer, cfg, q, pos, cached)

@@ -19,9 +19,9 @@ from specjax.core.cache import DenseKV
 from specjax.core.recurrent import Recurrent
 from specjax.layers import delta
 from specjax.layers.attention import attend
-from specjax.layers.linear import linear
+from specjax.layers.linear import linear, linears
 from specjax.layers.moe import route
-from specjax.layers.norm import Normed, rms_norm, rms_norm_offset
+from specjax.layers.norm import Normed, Rows, rms_norm, rms_norm_offset
 from specjax.layers.rope import rope_angles, rotate
 from specjax.targets.decoder import Weights, best, commit, outer_specs, shared, slots_of, unembed, walk
 from specjax.targets.ffn import Dense, Moe, dense_specs, feed_forward, moe_specs
@@ -30,8 +30,8 @@ from specjax.types import ArraySpec, KVView, Mode, TapSpec, TargetOut
 
 __all__ = [
     "PREFIXES", "Config", "Weights", "abstract", "abstract_layer", "best", "choose_experts", "commit", "config",
-    "forward", "init_cache", "keys_values", "kv_view", "min_resume", "mix", "output", "queries", "shared", "skipped",
-    "unembed",
+    "forward", "heads", "init_cache", "keys_values", "kv_view", "min_resume", "mix", "output", "queries", "shared",
+    "skipped", "unembed",
 ]  # fmt: skip
 
 #: The text part of a multimodal checkpoint.
@@ -198,11 +198,11 @@ def forward(
     choose = functools.partial(choose_experts, cfg)
 
     def step(i, layer, x, held):
-        normed = rms_norm_offset(x, layer.attn_norm, cfg.eps)
+        normed = Normed(x, layer.attn_norm, cfg.eps, offset=True)
         if cfg.full[i]:
             mixed, held = _attention(layer.mixer, cfg, normed, pos, valid, held, angles, mode)
         else:
-            mixed, held = _delta(layer.mixer, cfg, normed, valid, held, mode)
+            mixed, held = _delta(layer.mixer, cfg, normed.array(), valid, held, mode)
         x = x + mixed
         return x + feed_forward(layer.mlp, Normed(x, layer.mlp_norm, cfg.eps, offset=True), choose), held
 
@@ -214,33 +214,50 @@ def choose_experts(cfg: Config, rows: Float[Array, "N D"], mlp: Moe):
     return route(rows, mlp.router, cfg.experts_per_token, True)
 
 
-def _attention(w: Attention, cfg: Config, x, pos, valid, kv: DenseKV, angles, mode: Mode):
-    *cached, kv = kv.extend(*keys_values(w, cfg, x, angles), pos, valid, mode)
-    return mix(w, cfg, x, pos, angles, cached), kv
+def _attention(w: Attention, cfg: Config, x: Rows, pos, valid, kv: DenseKV, angles, mode: Mode):
+    q, *own = heads(w, cfg, x, angles)
+    *cached, kv = kv.extend(*own, pos, valid, mode)
+    return mix(w, cfg, q, pos, cached), kv
+
+
+#: Rotated queries, and what their outputs are gated by.
+Queries = tuple[Float[Array, "B Q H C"], Float[Array, "B Q H C"]]
+
+
+def heads(
+    w: Attention, cfg: Config, x: Rows, angles
+) -> tuple[Queries, Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
+    """:func:`queries` and :func:`keys_values` of the same rows."""
+    q, k, v = linears(x, (w.q, w.k, w.v))
+    return _queries(w, cfg, q, angles), _key(w, cfg, k, angles), v
 
 
 def keys_values(
-    w: Attention, cfg: Config, x: Float[Array, "B Q D"], angles
+    w: Attention, cfg: Config, x: Rows, angles
 ) -> tuple[Float[Array, "B Q G C"], Float[Array, "B Q G C"]]:
     """Rotated keys, and values."""
-    return rotate(rms_norm_offset(linear(x, w.k), w.k_norm, cfg.eps), *angles), linear(x, w.v)
+    k, v = linears(x, (w.k, w.v))
+    return _key(w, cfg, k, angles), v
 
 
-def mix(
-    w: Attention, cfg: Config, x: Float[Array, "B Q D"], pos: Int[Array, "B Q"], angles, cached
-) -> Float[Array, "B Q D"]:
-    """Gated attention of the rows ``x`` over ``cached``: keys, values and the position of each key."""
-    q, gate = queries(w, cfg, x, angles)
-    keys, values, key_pos = cached
-    return output(w, attend(q, keys, values, pos, key_pos, cfg.head_dim**-0.5), gate)
-
-
-def queries(
-    w: Attention, cfg: Config, x: Float[Array, "B Q D"], angles
-) -> tuple[Float[Array, "B Q H C"], Float[Array, "B Q H C"]]:
+def queries(w: Attention, cfg: Config, x: Rows, angles) -> Queries:
     """Rotated queries, and what their outputs are gated by."""
-    q, gate = jnp.split(linear(x, w.q), 2, -1)
+    return _queries(w, cfg, linear(x, w.q), angles)
+
+
+def _key(w: Attention, cfg: Config, k, angles):
+    return rotate(rms_norm_offset(k, w.k_norm, cfg.eps), *angles)
+
+
+def _queries(w: Attention, cfg: Config, both, angles) -> Queries:
+    q, gate = jnp.split(both, 2, -1)
     return rotate(rms_norm_offset(q, w.q_norm, cfg.eps), *angles), gate
+
+
+def mix(w: Attention, cfg: Config, asked: Queries, pos: Int[Array, "B Q"], cached) -> Float[Array, "B Q D"]:
+    """Gated attention of :func:`queries` over ``cached``: keys, values and the position of each key."""
+    (q, gate), (keys, values, key_pos) = asked, cached
+    return output(w, attend(q, keys, values, pos, key_pos, cfg.head_dim**-0.5), gate)
 
 
 def output(

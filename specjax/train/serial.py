@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.layers import latent
 from specjax.layers.latent import Latent
+from specjax.layers.norm import plain
 from specjax.train import losses
 from specjax.train.attention import Own, attend_packed, take_rows, visible
 from specjax.train.losses import Transform
@@ -130,7 +131,8 @@ def unroll(
         current = rows if step else every
         pos = take_rows(batch.pos, current.at) + step
 
-        def attention(i: int, layer: Any, u: Array, x: Array):
+        def attention(i: int, layer: Any, u: Any, x: Array):
+            u = plain(u)
             (own[i] if step else context).append(net.keys_values(layer, u, pos))
             on, window = current, net.windows[i]
             if step == 0 and i == layers[-1]:

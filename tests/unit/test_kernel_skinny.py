@@ -17,50 +17,55 @@ from specjax.kernels import configs, dispatch, skinny as entry, skinny_kernel as
 from specjax.kernels.configs import Product
 from specjax.layers.linear import Settings, gated, linear, linears, product
 from specjax.layers.mlp import gelu_tanh
-from specjax.layers.norm import Normed, rms_norm, rms_norm_offset
+from specjax.layers.norm import Joined, Normed, rms_norm, rms_norm_offset
 
 WIDTH = 96
 
 
-def inputs(rows, outs, norm=None, dtype=jnp.float32):
+def inputs(rows, outs, norm=None, pieces=1, dtype=jnp.float32):
     rng = np.random.default_rng(0)
     make = lambda *s: jnp.asarray(rng.standard_normal(s) / s[-1] ** 0.5, dtype)  # noqa: E731
-    x = 4 * make(64, WIDTH)[:rows]
-    return x, *(make(n, WIDTH) for n in outs), *((1 + make(WIDTH),) if norm else ())
+    x = 4 * make(64, WIDTH)[:rows] * np.repeat(1 + np.arange(pieces, dtype=dtype), WIDTH // pieces)
+    weights = [make(n, WIDTH) for n in outs]
+    return x, *weights, *(1 + make(WIDTH // pieces) for _ in range(pieces if norm else 0))
 
 
-def interpreted(arrays, parts, norm=None, activation=None):
-    count = len(arrays) - 1 - (norm is not None)
-    case = entry.case(arrays[0], arrays[1 : 1 + count], Settings(None, norm, activation))
+def interpreted(arrays, parts, norm=None, activation=None, pieces=1):
+    count = len(arrays) - 1 - (pieces if norm is not None else 0)
+    case = entry.case(arrays[0], arrays[1 : 1 + count], Settings(None, norm, activation, pieces=pieces))
     plan = kernel.Plan(16, 16, parts, 4, 2)
     return jax.jit(functools.partial(kernel.launch, case=case, plan=plan, interpret=True))(*arrays)
 
 
-def exact(arrays, norm, activation):
+def exact(arrays, norm, activation, pieces=1):
     x, *rest = (np.asarray(a, np.float64) for a in arrays)
     if norm is not None:
         eps, offset = norm
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * (rest.pop() + offset)
+        rest, norms = rest[:-pieces], rest[-pieces:]
+        each = [p / np.sqrt((p**2).mean(-1, keepdims=True) + eps) for p in np.split(x, pieces, -1)]
+        x = np.hstack([p * (w + offset) for p, w in zip(each, norms, strict=True)])
     found = [x @ w.T for w in rest]
     return found if activation is None else [np.asarray(activation(jnp.asarray(found[0]))) * found[1]]
 
 
 @pytest.mark.parametrize(
-    ("parts", "outs", "norm", "activation"),
+    ("parts", "outs", "norm", "activation", "pieces"),
     [
-        (1, (32, 48), None, None),
-        (2, (48, 48), (1e-6, True), jax.nn.silu),
-        pytest.param(1, (48, 48), (1e-6, False), gelu_tanh, marks=pytest.mark.long),
-        pytest.param(3, (32, 48, 16), (1e-6, False), None, marks=pytest.mark.long),
+        (1, (32, 48), None, None, 1),
+        (2, (48, 48), (1e-6, True), jax.nn.silu, 1),
+        (6, (32, 16, 16), (1e-6, False), None, 3),
+        pytest.param(1, (48, 48), (1e-6, False), gelu_tanh, 1, marks=pytest.mark.long),
+        pytest.param(3, (32, 48, 16), (1e-6, False), None, 1, marks=pytest.mark.long),
+        pytest.param(2, (48,), (1e-6, True), None, 2, marks=pytest.mark.long),
     ],
 )
-def test_products_equal_float64_and_rows_are_independent(parts, outs, norm, activation):
+def test_products_equal_float64_and_rows_are_independent(parts, outs, norm, activation, pieces):
     alone = None
     for rows in (1, 8, 17):
-        arrays = inputs(rows, outs, norm)
-        got = interpreted(arrays, parts, norm, activation)
-        for x, y in zip(got, exact(arrays, norm, activation), strict=True):
-            np.testing.assert_allclose(x, y, atol=3e-6)
+        arrays = inputs(rows, outs, norm, pieces)
+        got = interpreted(arrays, parts, norm, activation, pieces)
+        for x, y in zip(got, exact(arrays, norm, activation, pieces), strict=True):
+            np.testing.assert_allclose(x, y, atol=3e-6, rtol=1e-6)
         first = [np.asarray(x)[0] for x in got]
         alone = alone or first
         jax.tree.map(np.testing.assert_array_equal, alone, first)
@@ -78,6 +83,15 @@ def test_layers_run_as_xla_on_a_cpu_and_as_the_kernel_when_asked():
             got = gated(left, a, b, jax.nn.silu), linear(rows, a.reshape(4, 8, WIDTH), jnp.ones((4, 8)))
         want = gated(left, a, b, jax.nn.silu), linear(rows, a.reshape(4, 8, WIDTH), jnp.ones((4, 8)))
         jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-5, atol=1e-5), got, want)
+    half = WIDTH // 2
+    both = Joined(tuple(Normed(rows[..., at], weight[at], 1e-6) for at in (slice(half), slice(half, None))))
+    with dispatch.asking("interpret"):
+        got = linears(both, (a, b))
+    jax.tree.map(
+        lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-5, atol=1e-5),
+        got,
+        linears(both.array(), (a, b)),
+    )
 
 
 def test_what_the_kernel_refuses_and_its_grids():
@@ -89,6 +103,7 @@ def test_what_the_kernel_refuses_and_its_grids():
     for wrong in (case(rows=65), case(outs=(100,)), case(width=100)):
         assert entry.refuse(wrong)
         assert entry.beyond(wrong)
+    assert entry.refuse(dataclasses.replace(case(width=96), normed=True, pieces=4))
     unlike = entry.case(jnp.ones((2, 32), jnp.bfloat16), (jnp.ones((16, 32)),), Settings())
     assert "alike" in entry.refuse(unlike)
     assert entry.beyond(unlike)
@@ -101,6 +116,8 @@ def test_what_the_kernel_refuses_and_its_grids():
             assert all(n % plan.rows == 0 for n in outs)
             assert width // plan.parts % plan.depth == 0
     assert kernel.plan(case(), Product(64, 128, 4, 4), 132) == kernel.Plan(64, 128, 4, 4, 4)
+    wide = dataclasses.replace(case(outs=(24576,), width=12288), normed=True, pieces=3)
+    assert kernel.plan(wide, Product(64, 128, 4, 4), 132).parts == 3  # a part lies within one piece
 
 
 @pytest.mark.long
