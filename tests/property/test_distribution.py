@@ -169,13 +169,11 @@ CASES = [
     ("mixed rows", "block", "history"),
 ]
 RULES = ("match", "reject", "block")
-#: Every drafter with every setting, twice, so that rules meet every drafter and every setting; without drafts, rules
-#: are one.
+#: Every drafter with every setting, under rules that take turns, so that they meet every drafter and every setting.
 EVERY_CASE = [
-    (drafter, RULES[(i + j + turn) % 3], setting)
+    (drafter, RULES[(i + j) % 3], setting)
     for i, drafter in enumerate(list(DRAFTERS)[:-1])
     for j, setting in enumerate(SETTINGS)
-    for turn in range(1 if drafter == "plain" else 2)
 ]
 
 
@@ -197,8 +195,8 @@ def test_joint_law(drafter, rule, setting):
 @pytest.mark.long
 @pytest.mark.parametrize(("drafter", "rule", "setting"), EVERY_CASE)
 def test_joint_law_all(drafter, rule, setting):
-    """DST.1 to DST.6: every pair of drafter, rule and setting, with many more samples."""
-    follows_the_target(drafter, rule, setting, range(1, 5))
+    """DST.1 to DST.6: every pair of drafter, rule and setting, with more samples."""
+    follows_the_target(drafter, rule, setting, (1, 2))
 
 
 @pytest.mark.parametrize("drafter", ["sampled", "point", "sampled, own vocabulary"])
