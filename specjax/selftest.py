@@ -1,24 +1,29 @@
 """``python -m specjax.selftest`` (``specjax selftest``): does specjax work on this machine?
 
-Every kernel runs on random, ragged inputs whose unseen parts are not-a-number and is compared with float64, and timed
-beside XLA where it is compiled for the device; every drafter decodes on a tiny model and must give plain decoding's
-ids. What comes out is made to be pasted into an issue. On a CPU kernels run in Pallas' interpreter, on small shapes.
+Every kernel runs on random, ragged inputs whose unseen parts are not-a-number and is compared with float64, and at
+shapes of real models, where it is compiled for the device, timed beside XLA; every drafter decodes on a tiny model and
+must give plain decoding's ids. What comes out is made to be pasted into an issue. On a CPU kernels run in Pallas'
+interpreter, on small shapes.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax import generate, identity, registry, testing
+from specjax import calls, generate, identity, registry, testing
+from specjax.bench.ahead import programs_of, threads
+from specjax.config import prefill_bucket
 from specjax.core import doctor, platform
 from specjax.kernels import check, check_cases
 from specjax.kernels.building import told
@@ -28,6 +33,11 @@ UNSEEN = (
     "specjax was developed without an AMD GPU: its kernels and programs were compiled for MI300X and MI355X and run on "
     "NVIDIA and CPU, never on AMD. This report is how we learn whether they run there; please put it into an issue."
 )
+#: What to expect, by whether shapes are reduced.
+LASTS = {
+    False: "This should take about a minute and a half on a server, mostly compiling; a line per kernel and drafter.",
+    True: "This should take one to three minutes, mostly compiling; a line per kernel and drafter.",
+}
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]]
 NEW = 16
 #: What the tiny model says after ``PROMPTS``, in float32 on a CPU. Its weights are NumPy's, the same everywhere.
@@ -115,7 +125,7 @@ def run(
     gpu = platform.backend() in ("cuda", "rocm")
     reduced = not gpu if reduced is None else reduced
     report = Report(doctor.doctor(), reduced)
-    say(f"{report.machine}\n\n{UNSEEN}\n\nkernels, relative errors against float64:")
+    say(f"{report.machine}\n\n{UNSEEN}\n\n{LASTS[reduced]}\n\nkernels, relative errors against float64:")
 
     def add(**changes: Any) -> None:
         nonlocal report
@@ -141,10 +151,12 @@ def run(
 
 def kernels(gpu: bool, reduced: bool) -> Iterator[check.Outcome]:
     """Every case; operations whose kernel cannot serve this device at all are told once."""
-    for case in check_cases.small() + ([] if reduced else check_cases.real()):
+    small = check_cases.small()
+    for i, case in enumerate(small + ([] if reduced else check_cases.real())):
         want, reason = check.way(case.op)
         if want:
-            yield check.run(case, want, timed=gpu and not reduced)
+            # what small cases take is the launch
+            yield check.run(case, want, timed=gpu and i >= len(small))
         else:
             yield check.Outcome(case.op, case.name, skipped=reason)
 
@@ -162,18 +174,47 @@ def decoded(dtype: str, prompts: int, names: Iterable[str]) -> Iterator[Decoded]
         yield Decoded("none", dtype, prompts, int(wrong), tau=1.0, seconds=seconds, problem=problem)
     except Exception as error:  # of any compiler or device: told, and the drafters are tried all the same
         yield Decoded("none", dtype, problem=told(error))
+    made: dict[str, Params | Exception] = {}
     for name in names:
         try:
-            yield _with_drafter(testing.tiny_drafter(target, name), name, dtype, given, plain, options)
+            made[name] = _cast(testing.tiny_drafter(target, name), dtype)
+        except Exception as error:
+            made[name] = error
+    if platform.backend() != "cpu":
+        compile_ahead([params for params in made.values() if isinstance(params, Params)], given, options)
+    for name, params in made.items():
+        try:
+            if isinstance(params, Exception):
+                raise params
+            yield _with_drafter(params, name, dtype, given, plain, options)
         except Exception as error:
             yield Decoded(name, dtype, problem=told(error))
+
+
+def compile_ahead(several: Iterable[Params], given: list[list[int]], options: dict[str, Any]) -> None:
+    """Compile what decoding with several drafters runs, side by side: nothing of it runs yet. What cannot be compiled
+    says so when it is to run."""
+
+    def compiled(job: Callable[[], Any]) -> None:
+        with contextlib.suppress(Exception):
+            job()
+
+    jobs: list[Callable[[], Any]] = []
+    for params in several:
+        with contextlib.suppress(Exception):
+            call = calls.plan(params, given, **options)
+            jobs += programs_of(
+                call, [prefill_bucket(max(map(len, given)), call.drive.prefill_chunk)]
+            ).values()
+    with ThreadPoolExecutor(threads(), "specjax-compile") as pool:
+        list(pool.map(compiled, jobs))
 
 
 def _with_drafter(params: Params, name: str, dtype: str, given, plain, options) -> Decoded:
     began = time.monotonic()
     if plain is None:
         raise RuntimeError("plain decoding failed: there is nothing to compare with")
-    out = generate.decode(_cast(params, dtype), given, **options)
+    out = generate.decode(params, given, **options)
     pairs = zip(plain.completions, out.completions, strict=True)
     rows = [identity.compare(params, i, a[0], b[0]) for i, (a, b) in enumerate(pairs)]
     changed = [row for row in rows if not row.identical]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,19 +21,21 @@ from specjax.layers.rope import RopeConfig, inverse_frequencies
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``arrays()``: inputs. ``apply(want)``: a function of them, by an implementation. ``judge(arrays, result)``: the
-    relative error against float64. ``chain(arrays, result)``: inputs of a call that needs this one's result.
-    ``reads(arrays)``: bytes that a call must read. ``clean(arrays)``: what the reference is given instead, which may
-    read what nobody sees."""
+    """``arrays()``: inputs. ``apply(want)``: a function of them, by an implementation. ``judge(arrays)``: a function of
+    results, their relative error against float64, which is computed once. ``chain(arrays, result)``: inputs with which
+    the next call gives the same but has to wait for this one. ``reads(arrays)``: bytes that a call must read.
+    ``clean(arrays)``: what the reference is given instead, which may read what nobody sees. ``calls``: in one program
+    that is timed."""
 
     op: str
     name: str
     arrays: Callable[[], tuple]
     apply: Callable[[str], Callable]
-    judge: Callable[[tuple, Any], float]
+    judge: Callable[[tuple], Callable[[Any], float]]
     chain: Callable[[tuple, Any], tuple]
     reads: Callable[[tuple], int]
     clean: Callable[[tuple], tuple] = lambda arrays: arrays
+    calls: int = 4
 
 
 def small() -> list[Case]:
@@ -93,27 +96,48 @@ def real() -> list[Case]:
     return found
 
 
-@functools.lru_cache(maxsize=4)
-def _drawn(seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+#: Numbers that are drawn; larger arrays repeat them, the number being a prime out of step with every row.
+_DRAWN = 2**22 - 3
 
 
-def _random(seed: int, *shape: int) -> np.ndarray:
-    """On the host: nothing is compiled for it."""
-    return _drawn(seed, shape)
+@functools.lru_cache(maxsize=8)
+def _drawn(seed: int, size: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(size, np.float32)
 
 
-def _narrow(x: np.ndarray) -> jax.Array:
-    return jnp.asarray(x.astype(jnp.bfloat16))
+def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
+    """Normal numbers in bfloat16. On the host: nothing is compiled for them."""
+    values = _drawn(seed, min(math.prod(shape), _DRAWN)) * np.float32(scale)
+    return np.resize(values.astype(jnp.bfloat16), shape)
 
 
-def _wide(x) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
+def wide(x) -> np.ndarray:
+    """In float64."""
+    x = np.asarray(x)
+    if x.dtype == jnp.bfloat16:  # half of a float32; by these bits far faster than by its type
+        x = (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float64)
+
+
+def times(x: np.ndarray, w) -> np.ndarray:
+    """``x w^T`` in float64 for weights [out in] of any size, a part of them at a time."""
+    w, step = np.asarray(w), max(1, 2**26 // w.shape[-1])
+    return np.hstack([x @ wide(w[i : i + step]).T for i in range(0, len(w), step)])
 
 
 def distance(got: np.ndarray, want: np.ndarray) -> float:
     """Norm of the difference over the norm of what is wanted."""
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def against(oracle: Callable[[tuple], np.ndarray]) -> Callable[[tuple], Callable[[Any], float]]:
+    """``judge`` of a case whose result is one array."""
+
+    def judge(arrays):
+        want = oracle(arrays)
+        return lambda got: distance(wide(got), want)
+
+    return judge
 
 
 # Attention of a block over a ragged cache.
@@ -130,22 +154,20 @@ def attention(
         start = jnp.asarray(lengths, jnp.int32)
         end = start if own else jnp.asarray(np.add(lengths, rows), jnp.int32)
         hidden = (np.arange(slots) >= np.asarray(end)[:, None])[:, None, :, None]
-        k, v = (_narrow(np.where(hidden, np.nan, _random(i, batch, groups, slots, size))) for i in (1, 2))
-        block = tuple(_narrow(_random(i, batch, rows, groups, size)) for i in (3, 4)) if own else None
-        return _narrow(_random(0, batch, rows, heads, size)), k, v, start, end, block
-
-    def chain(arrays, result):
-        return (result, *arrays[1:])
+        nothing = np.array(np.nan, jnp.bfloat16)
+        k, v = (jnp.asarray(np.where(hidden, nothing, random(i, batch, groups, slots, size))) for i in (1, 2))
+        block = tuple(jnp.asarray(random(i, batch, rows, groups, size)) for i in (3, 4)) if own else None
+        return jnp.asarray(random(0, batch, rows, heads, size)), k, v, start, end, block
 
     return Case(
         "block_attention",
         name,
         arrays,
         lambda want: lambda *a: attend_block(*a, view=view, implementation=want),
-        lambda arrays, got: distance(_wide(got), _attention(arrays, view)),
-        chain,
+        against(lambda arrays: _attention(arrays, view)),
+        _after,
         lambda arrays: int(2 * 2 * groups * size * _visible(view, arrays)[0].any(1).sum()),
-        lambda arrays: (*arrays[:2], _narrow(np.nan_to_num(_wide(arrays[2]))), *arrays[3:]),
+        lambda arrays: (*arrays[:2], jnp.nan_to_num(arrays[2]), *arrays[3:]),
     )
 
 
@@ -168,8 +190,8 @@ def _attention(arrays, view: View) -> np.ndarray:
     q, k, v, _, _, block = arrays
     batch, (past, own) = q.shape[0], _visible(view, arrays)
     share, out = q.shape[2] // k.shape[1], np.zeros(q.shape)
-    q, k, v = _wide(q), _wide(k), _wide(v)
-    mine = None if block is None else tuple(_wide(x) for x in block)
+    q, k, v = wide(q), wide(k), wide(v)
+    mine = None if block is None else tuple(wide(x) for x in block)
     for b in range(batch):
         used = past[b].any(0)
         for g in range(k.shape[1]):
@@ -202,13 +224,13 @@ def injection(
 
     def arrays():
         batch = len(lengths)
-        weight = lambda i: _narrow(_random(i, groups, size, width))  # noqa: E731
-        norm = lambda i: _narrow(_random(i, size))  # noqa: E731
+        weight = lambda i: jnp.asarray(random(i, groups, size, width))  # noqa: E731
+        norm = lambda i: jnp.asarray(random(i, size))  # noqa: E731
         many = range(0, 3 * layers, 3)
         projections = tuple(Projections(weight(i), weight(i + 1), None, None, norm(i + 2)) for i in many)
-        empty = _narrow(np.full((batch, groups, slots, size), np.nan, np.float32))
+        empty = jnp.asarray(np.full((batch, groups, slots, size), np.nan, jnp.bfloat16))
         pos = jnp.asarray(np.add.outer(lengths, np.arange(block)), jnp.int32)
-        x = _narrow(_random(99, batch, block, width) / width**0.5)
+        x = jnp.asarray(random(99, batch, block, width, scale=width**-0.5))
         return x, projections, ((empty, empty),) * layers, pos, jnp.asarray(keep, jnp.int32)
 
     def chain(arrays, result):
@@ -219,30 +241,36 @@ def injection(
         name,
         arrays,
         lambda want: lambda *a: inject(*a, heads=heads, implementation=want),
-        lambda arrays, got: _injection_error(arrays, got, heads),
+        lambda arrays: _injection_judge(arrays, heads),
         chain,
         lambda arrays: 2 * 2 * layers * groups * size * width,
+        calls=16,  # the first one has to copy the caches
     )
 
 
-def _injection_error(arrays, got, heads: Heads) -> float:
+def _injection_judge(arrays, heads: Heads) -> Callable[[Any], float]:
     """Infinite if anything but the kept positions was written."""
     x, layers, caches, pos, keep = arrays
-    x, pos, keep = _wide(x), np.asarray(pos), np.asarray(keep)
+    x, pos, keep = wide(x), np.asarray(pos), np.asarray(keep)
     rows, steps = np.nonzero(np.arange(pos.shape[1]) < keep[:, None])
-    at = pos[rows, steps]
+    at, wanted = pos[rows, steps], []
+    for p in layers:
+        k, v = (times(x[rows, steps], np.asarray(w).reshape(-1, x.shape[-1])) for w in (p.k, p.v))
+        k, v = (y.reshape(len(rows), *p.k.shape[:2]) for y in (k, v))
+        k = k / np.sqrt((k**2).mean(-1, keepdims=True) + heads.eps) * wide(p.k_norm)
+        wanted += [_turned(k, at, heads.rope), v]
     written = np.zeros((pos.shape[0], caches[0][0].shape[2]), bool)
     written[rows, at] = True
-    mine, wanted = [], []
-    for p, pair in zip(layers, got, strict=True):
-        k = np.einsum("nd,gcd->ngc", x[rows, steps], _wide(p.k))
-        k = k / np.sqrt((k**2).mean(-1, keepdims=True) + heads.eps) * _wide(p.k_norm)
-        wanted += [_turned(k, at, heads.rope), np.einsum("nd,gcd->ngc", x[rows, steps], _wide(p.v))]
-        for cache in map(_wide, pair):
-            if not np.isnan(cache.swapaxes(1, 2)[~written]).all():
+
+    def judge(got) -> float:
+        mine = []
+        for cache in (np.asarray(cache).swapaxes(1, 2) for pair in got for cache in pair):
+            if not np.isnan(cache[~written]).all():
                 return float("inf")
-            mine.append(cache[rows, :, at])
-    return distance(np.concatenate(mine), np.concatenate(wanted))
+            mine.append(wide(cache[rows, at]))
+        return distance(np.concatenate(mine), np.concatenate(wanted))
+
+    return judge
 
 
 def _turned(k: np.ndarray, at: np.ndarray, rope: RopeConfig) -> np.ndarray:
@@ -260,14 +288,10 @@ def experts(
     """Tokens that choose among all experts but the last, whose weights are not-a-number."""
 
     def arrays():
-        order = np.argsort(_random(7, tokens, count - 1), -1)
-        x, ids = _narrow(_random(0, tokens, width)), jnp.asarray(order[:, :per_token], jnp.int32)
-        return (
-            x,
-            ids,
-            *(_poisoned(_random(i, count, size, width), width) for i in (1, 2)),
-            _poisoned(_random(3, count, width, size), size),
-        )
+        order = np.argsort(random(7, tokens, count - 1).astype(np.float32), -1)
+        x, ids = jnp.asarray(random(0, tokens, width)), jnp.asarray(order[:, :per_token], jnp.int32)
+        shapes = ((size, width), (size, width), (width, size))
+        return x, ids, *(_poisoned(i + 1, count, *shape) for i, shape in enumerate(shapes))
 
     def apply(want):
         def one(x, ids, gate, up, down):
@@ -282,25 +306,27 @@ def experts(
         f"{tokens} tokens",
         arrays,
         apply,
-        lambda arrays, got: distance(_wide(got), _experts(*arrays)),
+        against(lambda arrays: _experts(*arrays)),
         _after,
         lambda arrays: 2 * 3 * width * size * len(np.unique(arrays[1])),
     )
 
 
-def _poisoned(w: np.ndarray, width: int) -> jax.Array:
-    w = w / width**0.5
+@functools.lru_cache(maxsize=3)
+def _poisoned(seed: int, count: int, outs: int, width: int) -> jax.Array:
+    w = random(seed, count, outs, width, scale=width**-0.5)
     w[-1] = np.nan
-    return _narrow(w)
+    return jnp.asarray(w)
 
 
 def _experts(x, ids, gate, up, down) -> np.ndarray:
-    x, ids = _wide(x), np.asarray(ids)
+    x, ids = wide(x), np.asarray(ids)
+    gate, up, down = map(np.asarray, (gate, up, down))
     out = np.zeros((*ids.shape, x.shape[1]))
     for expert in np.unique(ids):
         token, place = np.nonzero(ids == expert)
-        g, u = x[token] @ _wide(gate[expert]).T, x[token] @ _wide(up[expert]).T
-        out[token, place] = (g / (1 + np.exp(-g)) * u) @ _wide(down[expert]).T
+        g, u = x[token] @ wide(gate[expert]).T, x[token] @ wide(up[expert]).T
+        out[token, place] = (g / (1 + np.exp(-g)) * u) @ wide(down[expert]).T
     return out
 
 
@@ -312,8 +338,8 @@ def products(name: str, rows: int, outs: tuple[int, ...], width: int, gated: boo
     settings = Settings(None, (1e-6, False), jax.nn.silu if gated else None)
 
     def arrays():
-        weights = (_narrow(_random(i, n, width) / width**0.5) for i, n in enumerate(outs))
-        return _narrow(_random(98, rows, width)), *weights, _narrow(1 + _random(99, width) / 8)
+        weights = (jnp.asarray(random(i, n, width, scale=width**-0.5)) for i, n in enumerate(outs))
+        return jnp.asarray(random(98, rows, width)), *weights, 1 + jnp.asarray(random(99, width, scale=0.125))
 
     def reference(x, *more):
         x = Normed(x, more[-1], *settings.norm).array()
@@ -326,13 +352,14 @@ def products(name: str, rows: int, outs: tuple[int, ...], width: int, gated: boo
 
         return one
 
-    def judge(arrays, got):
-        x, *weights, norm = map(_wide, arrays)
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * norm
-        wanted = [x @ w.T for w in weights]
+    def judge(arrays):
+        x, *weights, norm = arrays
+        x = wide(x)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * wide(norm)
+        wanted = [times(x, w) for w in weights]
         if gated:
             wanted = [wanted[0] / (1 + np.exp(-wanted[0])) * wanted[1]]
-        return distance(np.hstack([_wide(y) for y in got]), np.hstack(wanted))
+        return lambda got: distance(np.hstack([wide(y) for y in got]), np.hstack(wanted))
 
     return Case("skinny", name, arrays, apply, judge, _after, lambda _: 2 * sum(outs) * width)
 
@@ -356,9 +383,9 @@ def packed(name: str, length: int, documents: int, heads: int = 4, groups: int =
     def arrays():
         shape = (1, groups, length, size)
         return (
-            _narrow(_random(0, 1, length, heads, size)),
-            _narrow(_random(1, *shape)),
-            _narrow(_random(2, *shape)),
+            jnp.asarray(random(0, 1, length, heads, size)),
+            jnp.asarray(random(1, *shape)),
+            jnp.asarray(random(2, *shape)),
             jnp.asarray(seen[None]),
         )
 
@@ -373,15 +400,14 @@ def packed(name: str, length: int, documents: int, heads: int = 4, groups: int =
 
         return one
 
-    def judge(arrays, got):
-        q, k, v = map(_wide, arrays[:3])
+    def oracle(arrays):
+        q, k, v = map(wide, arrays[:3])
         share = heads // groups
         out = [
             _softmax(q[0, :, h] @ k[0, h // share].T * scale, seen, None) @ v[0, h // share]
             for h in range(heads)
         ]
-        return distance(_wide(got)[0], np.stack(out, 1))
+        return np.stack(out, 1)[None]
 
-    return Case(
-        "packed_attention", name, arrays, apply, judge, _after, lambda a: 2 * sum(x.size for x in a[:3])
-    )
+    reads = lambda arrays: 2 * sum(x.size for x in arrays[:3])  # noqa: E731
+    return Case("packed_attention", name, arrays, apply, against(oracle), _after, reads)

@@ -8,8 +8,11 @@ import numpy as np
 
 from specjax.drafters.markov import Markov, best_walk
 from specjax.kernels import dispatch
-from specjax.kernels.check_cases import Case, distance
+from specjax.kernels.check_cases import Case, distance, random, times, wide
 from specjax.layers.head import Cap, _facts, _reference as plain_best
+
+#: Rows of the largest case.
+MOST = 64
 
 
 def small() -> list[Case]:
@@ -26,14 +29,6 @@ def real() -> list[Case]:
     return [*heads, walk("rank 256", 1, 151936, 256, drafts=7)]
 
 
-def _random(seed: int, *shape: int):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-
-
-def _wide(x) -> np.ndarray:
-    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
-
-
 def _after(x, result):
     """``x`` with a dependence on a result that changes nothing."""
     first = result.ravel()[0].astype(x.dtype)
@@ -45,8 +40,10 @@ def best(name: str, rows: int, vocab: int, width: int, cap: Cap) -> Case:
     good in bfloat16, is found."""
 
     def arrays():
-        x = _random(0, rows, width)
-        return (x.at[1, 3].set(jnp.nan) if rows > 1 else x), _random(1, vocab, width) * width**-0.5
+        x = random(0, MOST, width)[:rows]
+        if rows > 1:
+            x[1, 3] = np.nan
+        return jnp.asarray(x), _table(vocab, width)
 
     def apply(want):
         plain = functools.partial(plain_best, cap=cap, lse=True)
@@ -54,20 +51,35 @@ def best(name: str, rows: int, vocab: int, width: int, cap: Cap) -> Case:
             x, table
         )
 
-    def judge(arrays, got):
-        top, ids, lse = (np.asarray(x, np.float64) for x in got)
+    def judge(_):
         fine = np.arange(rows) != 1 if rows > 1 else np.ones(rows, bool)
-        out = (_wide(arrays[0])[fine] @ _wide(arrays[1]).T) * cap.scale
+        out = _logits(vocab, width)[:rows][fine] * cap.scale
         out = (cap.softcap * np.tanh(out / cap.softcap) if cap.softcap else out)[:, : cap.size]
-        if np.isfinite(top[~fine]).any() or (ids >= out.shape[1])[fine].any():
-            return float("inf")
         largest = out.max(-1)
         sums = largest + np.log(np.exp(out - largest[:, None]).sum(-1))
-        chosen = np.take_along_axis(out, ids[fine].astype(int)[:, None], 1)[:, 0]
-        return max(distance(top[fine], largest), distance(chosen, largest), distance(lse[fine], sums))
+
+        def error(got):
+            top, ids, lse = (np.asarray(x, np.float64) for x in got)
+            if np.isfinite(top[~fine]).any() or (ids >= out.shape[1])[fine].any():
+                return float("inf")
+            chosen = np.take_along_axis(out, ids[fine].astype(int)[:, None], 1)[:, 0]
+            return max(distance(top[fine], largest), distance(chosen, largest), distance(lse[fine], sums))
+
+        return error
 
     chain = lambda arrays, got: (_after(arrays[0], got[0]), arrays[1])  # noqa: E731
     return Case("head", name, arrays, apply, judge, chain, lambda _: 2 * vocab * width)
+
+
+@functools.lru_cache(maxsize=1)
+def _table(vocab: int, width: int) -> jax.Array:
+    return jnp.asarray(random(1, vocab, width, scale=width**-0.5))
+
+
+@functools.lru_cache(maxsize=1)
+def _logits(vocab: int, width: int) -> np.ndarray:
+    """Of as many rows as any case has, once for all of them."""
+    return times(wide(random(0, MOST, width)), _table(vocab, width))
 
 
 def walk(name: str, batch: int, vocab: int, rank: int, drafts: int = 4) -> Case:
@@ -75,8 +87,8 @@ def walk(name: str, batch: int, vocab: int, rank: int, drafts: int = 4) -> Case:
     good in bfloat16, of logits that its own predecessor corrects."""
 
     def arrays():
-        tables = (_random(seed, vocab, rank) * rank**-0.5 for seed in (0, 1))
-        logits = 3 * _random(2, batch, drafts, vocab).astype(jnp.float32)
+        tables = (jnp.asarray(random(seed, vocab, rank, scale=rank**-0.5)) for seed in (0, 1))
+        logits = jnp.asarray(random(2, batch, drafts, vocab, scale=3.0).astype(np.float32))
         return *tables, logits, jnp.arange(3, 3 + batch, dtype=jnp.int32)
 
     def apply(want):
@@ -86,16 +98,21 @@ def walk(name: str, batch: int, vocab: int, rank: int, drafts: int = 4) -> Case:
 
         return one
 
-    def judge(arrays, got):
-        before, after, logits, anchor = map(_wide, arrays)
-        got = np.asarray(got)
-        previous = np.concatenate([anchor.astype(int)[:, None], got[:, :-1]], 1)
-        total = logits + before[previous] @ after.T
-        chosen = np.take_along_axis(total, got[..., None], -1)[..., 0]
-        return distance(chosen, total.max(-1))
+    def judge(arrays):
+        before, after, logits, anchor = map(wide, arrays)
+
+        def error(got):
+            got = np.asarray(got)
+            previous = np.concatenate([anchor.astype(int)[:, None], got[:, :-1]], 1)
+            total = logits + before[previous] @ after.T
+            chosen = np.take_along_axis(total, got[..., None], -1)[..., 0]
+            return distance(chosen, total.max(-1))
+
+        return error
 
     def chain(arrays, got):
-        return (*arrays[:3], got[:, -1])
+        last = got[:, -1]
+        return (*arrays[:3], jnp.where(last < 0, last, arrays[3]))  # the anchor: no id is below 0
 
     return Case(
         "markov", name, arrays, apply, judge, chain, lambda _: drafts * vocab * (2 * rank + 4 * batch)

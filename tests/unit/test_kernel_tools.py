@@ -52,7 +52,7 @@ def test_a_kernel_that_fails_its_check_is_switched_off(monkeypatch):
 
     def case(op):
         return check_cases.Case(
-            op, "told", tuple, lambda want: tuple, lambda *_: errors[op], None, lambda _: 0
+            op, "told", tuple, lambda want: tuple, lambda _: lambda _: errors[op], None, lambda _: 0
         )
 
     monkeypatch.setattr(dispatch.platform, "backend", lambda: "cuda")
@@ -75,7 +75,9 @@ def test_the_self_check_on_the_device():
 def test_what_a_report_of_the_selftest_says(monkeypatch, tmp_path):
     """A kernel that is wrong, one that ends in an error and one that cannot run here; kept as it is found."""
     monkeypatch.setattr(selftest, "decoded", lambda dtype, prompts, names: [selftest.Decoded("none", dtype)])
-    case = check_cases.Case("skinny", "told", tuple, lambda want: tuple, lambda *_: 0.5, None, lambda _: 0)
+    case = check_cases.Case(
+        "skinny", "told", tuple, lambda want: tuple, lambda _: lambda _: 0.5, None, lambda _: 0
+    )
     broken = dataclasses.replace(case, name="broken", arrays=lambda: 1 / 0)
     cases = [case, broken, dataclasses.replace(case, op="packed_attention")]
     monkeypatch.setattr(check_cases, "small", lambda: cases)
