@@ -2,6 +2,7 @@
 
     python benchmarks/tune_kernels.py attention [--size 128] [--heads 32] [--groups 8] [--rows 16] [--slots 8192]
     python benchmarks/tune_kernels.py injection [--tokens 8] [--width 4096] [--layers 5]
+    python benchmarks/tune_kernels.py injection --finish [--tokens 8]     # its last kernel, behind the table's products
     python benchmarks/tune_kernels.py product [--rows 8] [--width 4096] [--outs 4096 1024 1024] [--gated]
     python benchmarks/tune_kernels.py head [--rows 8] [--width 4096] [--outs 151936]
 
@@ -39,6 +40,10 @@ def candidates(args) -> list:
         return [
             Head(*values) for values in itertools.product((32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5))
         ]
+    if args.finish:
+        table = configs.INJECTION[configs.kind()]
+        pairs = itertools.product((1, 2, 4, 8), (1, 2, 4))
+        return [dataclasses.replace(table, tokens=tokens, warps=warps) for tokens, warps in pairs]
     tiles = itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (4,), (4,))
     return [Projection(*values) for values in tiles]
 
@@ -106,8 +111,8 @@ def _injection(args):
     fill = lambda s: jnp.full(s.shape, 1 if s.dtype == jnp.int32 else 0.01, s.dtype)  # noqa: E731
     arrays, chip = list(jax.tree.map(fill, entry.shapes(case))), configs.kind()
 
-    def run(tile: Projection):
-        tiles = Injection({max(64, args.tokens): tile})
+    def run(tile: Projection | Injection):
+        tiles = tile if isinstance(tile, Injection) else Injection({max(64, args.tokens): tile})
         launch = functools.partial(kernel.launch, case=case, tiles=tiles, interpret=chip == "default")
         program = jax.jit(launch, donate_argnums=2).lower(*arrays).compile()
 
@@ -230,6 +235,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--outs", type=int, nargs="+", default=[4096], help="rows of each weight")
     parser.add_argument("--gated", action="store_true", help="two weights: gate and up")
     parser.add_argument("--normed", action="store_true", help="a norm stands before")
+    parser.add_argument(
+        "--finish", action="store_true", help="injection: tokens and warps of its last kernel"
+    )
     parser.add_argument("--most", type=int, help="candidates to try")
     parser.add_argument("--seconds", type=float, default=60, help="that one may take")
     parser.add_argument("--tiny", action="store_true", help="read little between measurements: for a try")
@@ -247,7 +255,7 @@ def main() -> None:
     results = tune(args)
     good = sorted((r for r in results if "microseconds" in r), key=lambda r: r["microseconds"])
     names = {"attention": "Attention", "injection": "Projection", "product": "Product", "head": "Head"}
-    name = names[args.op]
+    name = "Injection" if args.finish else names[args.op]
     print(f"{len(good)} of {len(results)} ran; the best:")
     for row in good[:5]:
         values = ", ".join(f"{k}={v}" for k, v in row["tile"].items())
