@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from specjax.calls import Call, plan
-from specjax.core.loop import host_state, prefill_rows
+from specjax.core.loop import host_state, padded, prefill_rows
 from specjax.core.platform import enable_compilation_cache
 from specjax.core.programs import Engine
 from specjax.generate import decode
 from specjax.metrics import Stats
 from specjax.profiling_parts import PARTS, Parts
 from specjax.progress import line
+from specjax.turns import in_turn
 from specjax.types import Params, State
 
 if TYPE_CHECKING:
@@ -235,14 +236,11 @@ class _Whole:
 
     def state(self, rounds: int = 0) -> State:
         """The state after prefill and some rounds, ready on the device."""
-        host = host_state(self.call.program, [*self.call.jobs, *self._idle()])
+        host = host_state(self.call.program, padded(self.call.program, self.call.jobs))
         state = prefill_rows(self.engine, host, self.call.drive.prefill_chunk)[0]
         for n in _chunks(self.engine, rounds):
             state, _ = self.engine.chunk(state, n)
         return jax.block_until_ready(state)
-
-    def _idle(self) -> list[None]:
-        return [None] * (self.call.program.rows - len(self.call.jobs))
 
     def _seen(self) -> dict[int, int]:
         """Rounds by the number of positions verified."""
@@ -286,9 +284,7 @@ def _parts(whole: _Whole, repeats: int) -> dict[str, float]:
     for place in places:
         for width, times in whole.widths.items():
             timers = Parts(program, weights, whole.state(place), width - 1).timers()
-            least = {name: timer() for name, timer in timers.items()}
-            for _ in range(repeats - 1):  # in turn: whatever else the machine does falls on all of them
-                least = {name: min(least[name], timer()) for name, timer in timers.items()}
+            least = in_turn(timers, repeats, min)
             for name, seconds in least.items():
                 total[name] += seconds * times / whole.rounds / len(places)
     return total

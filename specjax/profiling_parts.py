@@ -1,13 +1,11 @@
 """The parts of a round, each compiled and timed alone: the device's time of draft, verify, accept, commit and inject.
 
-A part runs in a loop of turns inside one program, as rounds do; what a call without a turn takes is not counted. What
-a turn gives goes into the next one's input (as a zero that the compiler cannot know to be one), so that no turn can be
-left out or moved before the loop.
+A part runs in a loop of turns (:mod:`specjax.turns`). What a turn gives goes into the next one's input (as a zero that
+the compiler cannot know to be one), so that no turn can be left out or moved before the loop.
 """
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +16,12 @@ from specjax.config import Program
 from specjax.core import round as rnd
 from specjax.core.platform import compiler_options
 from specjax.kernels import dispatch
+from specjax.turns import Timer, turning
 from specjax.types import Proposal, State, TargetOut, Verdict
 
 #: Parts in the order in which a round runs them; each is a named scope of :mod:`specjax.core.round`.
 PARTS = ("draft", "verify", "accept", "commit", "inject")
-#: Seconds that the turns of one measurement should take together, and how many there are at most.
-ENOUGH, MOST = 0.05, 4096
 _NEVER = -1234567  # no token, count or length is this
-
-Timed = Callable[[], float]
 
 
 class Parts:
@@ -39,7 +34,7 @@ class Parts:
         self.cut = rnd.truncated(proposal, width)
         self.out, self.verdict = _compiled("look once", program, width)(weights, self.drafted, self.cut)
 
-    def timers(self) -> dict[str, Timed]:
+    def timers(self) -> dict[str, Timer]:
         """By part: a function that measures and gives seconds per turn. Parts that do not exist are left out."""
         after = dataclasses.replace(self.drafted, target=self.out.cache)
         features = dataclasses.replace(self.out, cache=None)
@@ -57,19 +52,9 @@ class Parts:
         return found
 
 
-def _timer(program: Program, width: int, weights: rnd.Weights, part: str, carry: Any, *given: Any) -> Timed:
+def _timer(program: Program, width: int, weights: rnd.Weights, part: str, carry: Any, *given: Any) -> Timer:
     run = _compiled(part, program, width)
-
-    def seconds(turns: int) -> float:
-        began = time.perf_counter()
-        jax.block_until_ready(run(weights, jnp.int32(turns), carry, *given))
-        return time.perf_counter() - began
-
-    least = lambda turns: min(seconds(turns) for _ in range(3))  # noqa: E731
-    empty, turns = least(0), 1
-    while (took := least(turns)) < ENOUGH and turns < MOST:
-        turns = min(MOST, turns * max(2, min(16, round(ENOUGH / max(took, 1e-6)))))
-    return lambda: max(seconds(turns) - empty, 0.0) / turns
+    return Timer(lambda turns: run(weights, jnp.int32(turns), carry, *given))
 
 
 @functools.lru_cache(maxsize=64)
@@ -78,7 +63,7 @@ def _compiled(part: str, program: Program, width: int) -> Callable:
     if part in _ONCE:
         return _ahead(program, jax.jit(functools.partial(_ONCE[part], program)))
     step: Callable = _STEPS[part]
-    return _ahead(program, jax.jit(functools.partial(_turns, program, step)))
+    return _ahead(program, jax.jit(functools.partial(turning, program, step)))
 
 
 def _ahead(program: Program, jitted: Any) -> Callable:
@@ -113,35 +98,29 @@ def _judge(program: Program, weights, state: State, hidden, proposal: Proposal) 
     return rnd.judge(program.pair, weights, state, hidden, proposal, count, rule, program.logprobs)
 
 
-def _turns(
-    program: Program, step: Callable, weights: rnd.Weights, turns: Any, carry: Any, *given: Any
-) -> Any:
-    weights = rnd.ready(program.pair, weights)
-    return jax.lax.fori_loop(0, turns, lambda i, carry: step(program, weights, carry, *given), carry)
-
-
-def _draft(program: Program, weights, state: State) -> State:
+def draft(program: Program, weights, _, state: State) -> State:
+    """One turn of drafting: the next one begins where this one did."""
     proposal, after = rnd.draft(program.pair, weights, state, program.k)
     return _moved(_next(state, drafter=after.drafter), _zero(proposal))
 
 
-def _verify(program: Program, weights, state: State, proposal: Proposal) -> State:
+def _verify(program: Program, weights, _, state: State, proposal: Proposal) -> State:
     block, pos = rnd.block_of(state, proposal)
     out = rnd.look(program.pair, weights, state, block, pos)
     return _moved(_next(state, target=out.cache), _zero((out.hidden, out.taps)))
 
 
-def _accept(program: Program, weights, zero, state: State, hidden, proposal: Proposal):
+def _accept(program: Program, weights, _, zero, state: State, hidden, proposal: Proposal):
     return _zero(_judge(program, weights, state, hidden + zero.astype(hidden.dtype), proposal))
 
 
-def _commit(program: Program, weights, state: State, verdict: Verdict) -> State:
+def _commit(program: Program, weights, _, state: State, verdict: Verdict) -> State:
     after = rnd.settle(program.pair, state, state.target, verdict)
     kept = _next(state, target=after.target)
     return _moved(kept, _zero((after.length, after.done, after.reason, after.tokens, after.counts)))
 
 
-def _inject(program: Program, weights, state: State, proposal: Proposal, verdict: Verdict, out: TargetOut):
+def _inject(program: Program, weights, _, state: State, proposal: Proposal, verdict: Verdict, out: TargetOut):
     block, pos = rnd.block_of(state, proposal)
     zero = state.length[0] - jnp.maximum(state.length[0], 0)  # not known to be one either
     out = jax.tree.map(lambda x: x + zero.astype(x.dtype), out)
@@ -154,7 +133,7 @@ def _inject(program: Program, weights, state: State, proposal: Proposal, verdict
 
 _ONCE: dict[str, Callable] = {"draft once": _draft_once, "look once": _look_once}
 _STEPS: dict[str, Callable] = {
-    "draft": _draft,
+    "draft": draft,
     "verify": _verify,
     "accept": _accept,
     "commit": _commit,

@@ -6,13 +6,12 @@ from typing import Any
 import jax
 
 from specjax import identity
-from specjax.bench.alone import padded
 from specjax.bench.facts import peak_bytes
 from specjax.bench.rows import Row
 from specjax.bench.setting import Batches, Setting
 from specjax.calls import Call
 from specjax.core import round as rnd
-from specjax.core.loop import host_state
+from specjax.core.loop import host_state, padded
 from specjax.core.programs import fill_caches
 from specjax.results import Completion
 from specjax.types import Params, tree_bytes

@@ -3,7 +3,7 @@ as long as the slowest program, where one row after the other would wait for eac
 
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from specjax import calls
 from specjax.bench import alone
 from specjax.bench.setting import Batches
 from specjax.calls import Call
-from specjax.core.loop import host_state
+from specjax.core.loop import host_state, padded
 from specjax.core.programs import Engine, fill_caches
 from specjax.identity import without_drafter
 from specjax.types import Params
@@ -40,9 +40,9 @@ def compile_ahead(
     for key, (made, k) in asked.items():
         call = calls.plan(params, made.ids[0], **made.options(0, k=k, rule=rule))
         plain = calls.plan(target, made.ids[0], **made.options(0))
-        for name, job in _jobs(call, made, parts).items():
+        for name, job in programs_of(call, made.widths, parts).items():
             work.setdefault((call.program, name), (key, job))
-        for name, job in _jobs(plain, made, False).items():
+        for name, job in programs_of(plain, made.widths).items():
             work.setdefault((plain.program, name), (None, job))
         for width in (*call.program.widths, k) if parts else ():
             part = alone.verifying(params, call.program, width)
@@ -61,14 +61,15 @@ def _seconds(job: Job) -> float:
     return time.perf_counter() - began
 
 
-def _jobs(call: Call, made: Batches, parts: bool) -> dict[str, Job]:
-    """Functions that compile one program each."""
+def programs_of(call: Call, widths: Iterable[int], parts: bool = False) -> dict[str, Job]:
+    """Functions that compile a program each: everything that a call runs whose prompts are prefilled in chunks of
+    ``widths``, or with ``parts`` the drafter's pass alone instead of what fills the caches."""
     program, weights = call.program, (call.params.target, call.params.drafter)
     engine = Engine(program, weights)
-    host = host_state(program, alone.padded(program, call.jobs))
+    host = host_state(program, padded(program, call.jobs))
     state = jax.eval_shape(lambda: fill_caches(program, host))
     jobs: dict[str, Job] = {"rounds": partial(engine.compile_rounds, state, "device")}
-    jobs |= {f"prefill {w}": partial(engine.compile_prefill, state, w) for w in made.widths}
+    jobs |= {f"prefill {w}": partial(engine.compile_prefill, state, w) for w in widths}
     if parts:  # and what fills the caches
         return jobs | {"draft": partial(alone.drafting(call.params, program).compiled, call.jobs)}
     return jobs | {"init": partial(alone.compile_init, engine, host)}

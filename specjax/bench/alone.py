@@ -1,8 +1,9 @@
 """What a round costs, timed apart from everything the host does, and its parts: verification and drafting.
 
 Rounds are those of the program that decodes, over real prompts; nothing more is compiled for them. A verification of
-given drafts is a program per number of drafts, whatever the drafter; the drafter's pass one per drafter and k. Both run
-in a device loop over caches that nothing was written to: their time does not depend on what they hold.
+given drafts is a program per number of drafts, whatever the drafter; the drafter's pass, as profiles have it, one per
+drafter and k. Both run in turns (:mod:`specjax.turns`) over caches that nothing was written to: their time does not
+depend on what they hold.
 """
 
 import dataclasses
@@ -21,16 +22,15 @@ from specjax.bench.rows import Costs
 from specjax.calls import plan
 from specjax.config import Program
 from specjax.core import round as rnd
-from specjax.core.loop import Job, host_state, prefill_rows
+from specjax.core.loop import Job, host_state, padded, prefill_rows
 from specjax.core.programs import Engine, fill_caches
 from specjax.identity import without_drafter
-from specjax.kernels import dispatch
-from specjax.types import Emit, Pair, Params, Proposal, State
+from specjax.profiling_parts import draft
+from specjax.turns import Timer, in_turn, turning
+from specjax.types import Emit, Params, Proposal, State
 
 Call = tuple[Params, Mapping[str, Any]]  # params and options of decode
 
-#: Device loops of parts last about this long (seconds), in so many turns at least and at most.
-LOOP, TURNS = 0.05, (2, 64)
 #: Verifications of any number of drafts up to this one use states of one size.
 ROOM = 15
 
@@ -60,9 +60,10 @@ def costs(
         return whole
     params, options = drafted
     ask = plan(params, batches[0], **options)
-    loops: dict[Any, Loop] = {w: verifying(params, ask.program, w).loop(ask.jobs) for w, _ in shares}
-    loops["draft"] = drafting(params, ask.program).loop(ask.jobs)
-    ms = in_turn(loops, repeats)
+    parts_of: dict[Any, Part] = {w: verifying(params, ask.program, w) for w, _ in shares}
+    parts_of["draft"] = drafting(params, ask.program)
+    found = in_turn({name: Timer(part.loop(ask.jobs)) for name, part in parts_of.items()}, repeats)
+    ms = {name: 1e3 * seconds for name, seconds in found.items()}
     return dataclasses.replace(
         whole, verify_ms=sum(share * ms[w] for w, share in shares), draft_ms=ms["draft"]
     )
@@ -97,12 +98,6 @@ def _widths(emit: Emit) -> list[int]:
     return [w - 1 for w in np.asarray(emit.width).tolist() if w > 0]
 
 
-def padded(program: Program, jobs: Sequence[Job]) -> list[Job | None]:
-    """Jobs in the rows of a program; rows without one hold None."""
-    rows: list[Job | None] = list(jobs[: program.rows])
-    return rows + [None] * (program.rows - len(rows))
-
-
 def round_ms(samples: Sequence[Sample], mixed: bool) -> float:
     """Milliseconds per round: the median over device calls, or, where rounds differ in width, the mean over rounds."""
     if not samples:
@@ -114,31 +109,15 @@ def round_ms(samples: Sequence[Sample], mixed: bool) -> float:
     return 1e3 * statistics.median(seconds / len(widths) for seconds, widths in samples)
 
 
-@dataclasses.dataclass
 class Loop:
-    """Turns of one part in a device loop."""
+    """Turns of one part in a device loop, each call from where the one before it stopped."""
 
-    run: Callable[[State, Any], State]
-    state: State
+    def __init__(self, run: Callable[[Any, State], State], state: State):
+        self._run, self._state = run, state
 
-    def __call__(self, turns: int) -> float:
-        """Seconds per turn."""
-        began = time.perf_counter()
-        self.state = jax.block_until_ready(self.run(self.state, jnp.int32(turns)))
-        return (time.perf_counter() - began) / turns
-
-
-def in_turn(loops: Mapping[Any, Loop], repeats: int) -> dict[Any, float]:
-    """Milliseconds per turn of each, the median over ``repeats``, one after the other each time."""
-    turns: dict[Any, int] = {}
-    found: dict[Any, list[float]] = {name: [] for name in loops}
-    for name, loop in loops.items():
-        loop(1)  # compiles
-        turns[name] = int(min(max(LOOP / max(loop(1), 1e-9), TURNS[0]), TURNS[1]))
-    for _ in range(repeats):
-        for name, loop in loops.items():
-            found[name].append(loop(turns[name]))
-    return {name: 1e3 * statistics.median(values) for name, values in found.items()}
+    def __call__(self, turns: int) -> State:
+        self._state = self._run(jnp.int32(turns), self._state)
+        return self._state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,14 +127,13 @@ class Part:
     name: str
     engine: Engine
     turn: Callable[..., State]
-    k: int
 
     def compiled(self, jobs: Sequence[Job]) -> Any:
         """The compiled loop, kept with the engine's programs, and what makes its state; allocates nothing."""
         program, weights = self.engine.program, self.engine.weights
         state = compile_init(self.engine, _halfway(program, jobs))
-        turns = functools.partial(_turns, self.turn, program, self.k)
-        return self.engine._get(self.name, turns, (1,), weights, state, jax.ShapeDtypeStruct((), jnp.int32))
+        turns = functools.partial(turning, program, self.turn)
+        return self.engine._get(self.name, turns, (2,), weights, jax.ShapeDtypeStruct((), jnp.int32), state)
 
     def loop(self, jobs: Sequence[Job]) -> Loop:
         """The loop over rows of ``jobs``."""
@@ -177,18 +155,13 @@ def verifying(params: Params, program: Program, width: int) -> Part:
     """
     pair = without_drafter(params).meta.pair
     alone = dataclasses.replace(program, pair=pair, k=max(width, ROOM), rule="match", logprobs=False)
-    return Part(f"verify {width} alone", Engine(alone, (params.target, None)), _verify, width)
+    turn = functools.partial(_verify, width)
+    return Part(f"verify {width} alone", Engine(alone, (params.target, None)), turn)
 
 
 def drafting(params: Params, program: Program) -> Part:
     """The drafter's pass for the program's ``k`` drafts; D(k)."""
-    return Part("draft alone", Engine(program, (params.target, params.drafter)), _draft, program.k)
-
-
-def _turns(turn: Callable[..., State], program: Program, k: int, weights, state: State, n) -> State:
-    with dispatch.asking(program.kernels):
-        weights = rnd.ready(program.pair, weights)
-        return jax.lax.fori_loop(0, n, lambda i, s: turn(program.pair, k, weights, s, i), state)
+    return Part("draft alone", Engine(program, (params.target, params.drafter)), draft)
 
 
 def _halfway(program: Program, jobs: Sequence[Job]) -> State:
@@ -198,16 +171,9 @@ def _halfway(program: Program, jobs: Sequence[Job]) -> State:
     return dataclasses.replace(host, length=middle, limit=np.full_like(host.limit, 2**30))
 
 
-def _verify(pair: Pair, k: int, weights, state: State, i) -> State:
+def _verify(k: int, program: Program, weights, i, state: State) -> State:
     """Drafts are tokens of the prompt, others in every turn; afterwards the row is where it was."""
     at = (i * (k + 1) + jnp.arange(k)) % state.prompt_len[:, None]
     proposal = Proposal(jnp.take_along_axis(state.tokens, at, 1), jnp.full(state.length.shape, k, jnp.int32))
-    after, _, _ = rnd.verify(pair, weights, state, proposal, "match")
+    after, _, _ = rnd.verify(program.pair, weights, state, proposal, "match")
     return dataclasses.replace(after, length=state.length, done=state.done, reason=state.reason)
-
-
-def _draft(pair: Pair, k: int, weights, state: State, i) -> State:
-    """What a turn drafts goes into the next one's tokens, so that no turn can be left out."""
-    proposal, after = rnd.draft(pair, weights, state, k)
-    seen = (proposal.tokens.sum(1) + proposal.count) % 7
-    return dataclasses.replace(after, tokens=state.tokens.at[:, -1].set(seen.astype(jnp.int32)))

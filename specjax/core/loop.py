@@ -9,7 +9,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -227,6 +227,12 @@ def host_state(program: Program, rows: list[Job | None]) -> State:
         target=(),
         drafter=(),
     )
+
+
+def padded(program: Program, jobs: Sequence[Job]) -> list[Job | None]:
+    """Jobs in the rows of a program; rows without one hold None."""
+    rows: list[Job | None] = list(jobs[: program.rows])
+    return rows + [None] * (program.rows - len(rows))
 
 
 def _idle() -> Job:

@@ -181,7 +181,8 @@ def test_a_row_for_real():
     assert right.tau == pytest.approx(11 / 3)  # 4 + 4 + 3 of each prompt's 11 tokens
     assert any("left out" in note for note in right.notes)
     assert right.costs.widths == ((3, 1.0),)
-    assert min(right.costs.plain_ms, right.costs.round_ms, right.costs.verify_ms, right.costs.draft_ms) > 0
+    assert min(right.costs.plain_ms, right.costs.round_ms) > 0
+    assert min(right.costs.verify_ms, right.costs.draft_ms) >= 0  # beyond a call without a turn
     assert min(right.state_bytes, right.drafter_bytes) > 0
     assert right.facts["versions"]["specjax"]
     assert Row.from_dict(json.loads(json.dumps(right.as_dict()))) == right

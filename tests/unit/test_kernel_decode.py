@@ -13,10 +13,9 @@ import pytest
 
 import specjax
 from specjax import calls, config, registry, testing
-from specjax.bench.alone import padded
 from specjax.core import programs, round as rnd
 from specjax.core.cache import DenseKV, RingKV
-from specjax.core.loop import host_state
+from specjax.core.loop import host_state, padded
 from specjax.drafters.body import Body
 from specjax.kernels import block_attention, dispatch, kv_injection, rocm
 from specjax.types import Proposal
