@@ -46,6 +46,14 @@ KINDS = (*registry.DRAFTERS, "eagle3, latent")
 PAIRS = [(kind, host) for host in HOSTS for kind in KINDS if (kind, host) != ("assistant", "latent")]
 #: Pairs beyond a dense target, without the kinds that differ in their network alone.
 OTHERS = [(kind, host) for kind, host in PAIRS if host != "dense" and kind in registry.DRAFTERS]
+
+
+def every_other(kind: str, host: str) -> bool:
+    """The fields of one colour on the board of pairs: each kind on two or three hosts, each host with four or five
+    kinds."""
+    return (KINDS.index(kind) + list(HOSTS).index(host)) % 2 == 0
+
+
 #: Ragged rows with their own sampling values; the second and the last are greedy.
 PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 0, 1], [1, 2], [5] * 6, [7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3]]
 SAMPLED = {"temperature": [1.0, 0.0, 0.7, 1.3, 0.0], "seed": [1, 2, 3, 4, 5], "ignore_eos": True}

@@ -247,14 +247,15 @@ def test_the_next_proposal_equals_a_fresh_one(name):
 
 
 @pytest.mark.long
-@EVERY
 @pytest.mark.parametrize(
-    "case", pairwise({"k": (1, 2, 4), "loop": ("device", "host"), "batch": ((2, 1), (5, 3))}), ids=case_name
+    "case",
+    pairwise({"name": NAMES, "k": (1, 2, 4), "loop": ("device", "host"), "batch": ((2, 1), (5, 3))}),
+    ids=case_name,
 )
-def test_greedy_ids_and_counts_all(name, case):
-    """GRD.1, GRD.3, BAT.3: widths, both loops, chunks of rounds and of prompts (two sizes a case: each is a program of
-    its own), finished rows refilled."""
-    count, rows = case["batch"]
+def test_greedy_ids_and_counts_all(case):
+    """GRD.1, GRD.3, BAT.3: every drafter at every width, with both loops and batches, chunks of rounds and of prompts
+    (two sizes a case: each is a program of its own), finished rows refilled."""
+    name, (count, rows) = case["name"], case["batch"]
     chunks = [(1, 512), (3, 2), (16, 8)]
     del chunks[(case["k"] + rows + (case["loop"] == "host")) % 3]
     for turn in range(len(ROTATING)):

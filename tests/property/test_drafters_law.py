@@ -17,7 +17,8 @@ from specjax.types import TapSpec
 V, WIDTH, TOKENS = 5, 2, 3
 PROMPT = [0, 1, 2, 0, 1, 2, 0]
 ENOUGH, NEVER = 1e-4, 1e-7
-RULES = ("match", "reject", "block")
+#: Under the other rule, "match", ids are compared instead (``test_hosts.py``, ``test_drafters.py``).
+RULES = ("reject", "block")
 
 
 @functools.cache
@@ -98,16 +99,16 @@ def test_joint_law(kind):
 @kinds("eagle3, latent")
 @pytest.mark.parametrize("rule", RULES)
 def test_joint_law_all(kind, rule):
-    """DST.1: every rule, with many more samples."""
+    """DST.1: every rule of laws, with many more samples."""
     assert sampled(kind, rule=rule, rows=10_000, seed=1)[0] > ENOUGH
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "host"), hosts.OTHERS)
+@pytest.mark.parametrize(("kind", "host"), [pair for pair in hosts.OTHERS if not hosts.every_other(*pair)])
 def test_joint_law_on_every_host(kind, host):
-    """DST.1, KVR.2, KVR.5: rules take turns, so that each meets each kind and each host."""
+    """DST.1, KVR.2, KVR.5: rules take turns, so that each meets each host."""
     turn = hosts.KINDS.index(kind) + list(hosts.HOSTS).index(host)
-    p_value, accepted = sampled(kind, host, RULES[turn % len(RULES)])
+    p_value, accepted = sampled(kind, host, RULES[turn // 2 % 2])
     assert p_value > ENOUGH
     assert accepted > 0
 
