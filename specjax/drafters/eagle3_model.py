@@ -15,7 +15,7 @@ from specjax.drafters.serial import Place, row
 from specjax.layers import head as heads
 from specjax.layers.attention import attend
 from specjax.layers.linear import linear
-from specjax.layers.norm import Joined, Rows
+from specjax.layers.norm import Joined, Rows, plain
 from specjax.layers.rope import rope_angles
 from specjax.types import AbsorbIn, ArraySpec, Shared
 
@@ -213,7 +213,7 @@ def best(
     p: Weights, cfg: Config, table: Float[Array, "rows D"], state: Float[Array, "B D"]
 ) -> Int[Array, " B"]:
     """The draft id with the largest of the :func:`scores`, which are not kept."""
-    return heads.best(read(p, cfg, state).astype(table.dtype), table, cap(cfg))[1]
+    return heads.best(_before_head(p, cfg, state), table, cap(cfg))[1]
 
 
 def cap(cfg: Config) -> heads.Cap:
@@ -223,7 +223,11 @@ def cap(cfg: Config) -> heads.Cap:
 
 def read(p: Weights, cfg: Config, state: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
     """What the head reads of a recycled state."""
-    return state if cfg.norm_output else body.norm(state, p.norm, cfg.body)
+    return plain(_before_head(p, cfg, state))
+
+
+def _before_head(p: Weights, cfg: Config, state) -> Rows:
+    return state if cfg.norm_output else body.normed(state, p.norm, cfg.body)
 
 
 def target_ids(p: Weights, cfg: Config) -> Int[Array, " Vd"] | None:

@@ -20,8 +20,8 @@ _MULTIPLE = 16
 _built: dict[tuple[Case, str], Head] = {}
 
 
-def case(x, table, cap, lse: bool) -> Case:
-    """The case of rows [M D], a head [V D] and :class:`specjax.layers.head.Cap`."""
+def case(x, table, cap, lse: bool, norm: tuple[float, bool] | None = None) -> Case:
+    """The case of rows [M D], a head [V D] and :class:`specjax.layers.head.Cap`; (eps, offset) of a norm before."""
     dtype, vocab = jnp.dtype(x.dtype), table.shape[0]
     return Case(
         rows=x.shape[0],
@@ -32,6 +32,9 @@ def case(x, table, cap, lse: bool) -> Case:
         scale=cap.scale,
         softcap=cap.softcap,
         lse=lse,
+        normed=norm is not None,
+        eps=0.0 if norm is None else norm[0],
+        offset=norm is not None and norm[1],
     )
 
 
@@ -75,7 +78,7 @@ def compile_tile(case: Case, tile: Head):
 def shapes(case: Case) -> tuple:
     """Arguments of ``kernel.launch`` as shapes."""
     s = lambda *shape: jax.ShapeDtypeStruct(shape, case.dtype)  # noqa: E731
-    return s(case.rows, case.width), s(case.vocab, case.width)
+    return s(case.rows, case.width), s(case.vocab, case.width), *((s(case.width),) if case.normed else ())
 
 
 def bind(case: Case, reference: Callable) -> Callable:

@@ -1,7 +1,8 @@
 """The Pallas-Triton kernel of a head of which only the best id of every row is wanted: logits stay in registers.
 
 A program multiplies the rows with some rows of the head and keeps, for each, the largest logit, its id and, where
-probabilities are asked for, the sum of exponentials below it. ``jax.numpy`` joins the programs' results.
+probabilities are asked for, the sum of exponentials below it. A norm before the head costs no pass of its own, as in
+:mod:`specjax.kernels.skinny_kernel`. ``jax.numpy`` joins the programs' results.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ from specjax.kernels.configs import LEAST as CHUNK, Head
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What decides whether and how the kernel is built. Logits are scaled, capped and, from id ``size`` on, padding."""
+    """What decides whether and how the kernel is built. Logits are scaled, capped and, from id ``size`` on, padding.
+    ``normed``: rows pass an RMS norm first, whose weight is ``offset`` by one or not."""
 
     rows: int
     width: int
@@ -28,6 +30,9 @@ class Case:
     scale: float = 1.0
     softcap: float | None = None
     lse: bool = False
+    normed: bool = False
+    eps: float = 0.0
+    offset: bool = False
 
     @property
     def chunks(self) -> int:
@@ -44,9 +49,12 @@ def fit(tile: Head, case: Case) -> Head:
     return dataclasses.replace(tile, rows=rows, depth=depth)
 
 
-def launch(x, table, *, case: Case, tile: Head, interpret: bool = False):
-    """Largest logit, its id (the lowest of equal ones) and, if asked for, the logarithm of the sum of exponentials:
-    float32 [rows], int32 [rows], float32 [rows] or None. Where a logit is not a number, the largest is infinite."""
+def launch(x, table, *norm, case: Case, tile: Head, interpret: bool = False):
+    """``norm``: its weight, if there is one.
+
+    Largest logit, its id (the lowest of equal ones) and, if asked for, the logarithm of the sum of exponentials:
+    float32 [rows], int32 [rows], float32 [rows] or None. Where a logit is not a number, the largest is infinite.
+    """
     tile = fit(tile, case)
     tiles = case.vocab // tile.rows
     kinds = (jnp.float32, jnp.int32, jnp.float32)[: 2 + case.lse]
@@ -57,7 +65,7 @@ def launch(x, table, *, case: Case, tile: Head, interpret: bool = False):
         compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="head",
-    )(x, table)
+    )(x, table, *norm)
     best, token = joined(top, ids)
     return best, token, logsumexp(top, sums[0], best) if sums else None
 
@@ -103,21 +111,33 @@ def load_rows(x_ref, first: int, start, depth: int, rows: int):
     return triton.load(x_ref.at[jnp.minimum(token, rows - 1), column], mask=token < rows, other=0)
 
 
-def _kernel(x_ref, table_ref, top_ref, ids_ref, *sums_ref, case: Case, tile: Head):
+def _kernel(x_ref, table_ref, *refs, case: Case, tile: Head):
+    norm_ref, outs = (refs[0], refs[1:]) if case.normed else (None, refs)
+    top_ref, ids_ref, *sums_ref = outs
     program = pl.program_id(0)
     row = program * tile.rows
     precision = jax.lax.Precision.HIGHEST if case.dtype == jnp.float32 else None
 
-    def step(i, sums):
-        start = i * tile.depth
+    def step(i, carry):
+        start, after = i * tile.depth, []
         weights = table_ref[pl.ds(row, tile.rows), pl.ds(start, tile.depth)]
-        rows = [load_rows(x_ref, c * CHUNK, start, tile.depth, case.rows) for c in range(case.chunks)]
-        more = [triton.dot(x, weights, trans_b=True, precision=precision).astype(jnp.float32) for x in rows]
-        return [s + m for s, m in zip(sums, more, strict=True)]
+        for chunk, (sums, squares) in enumerate(carry):
+            x = load_rows(x_ref, chunk * CHUNK, start, tile.depth, case.rows)
+            if case.normed:
+                wide = x.astype(jnp.float32)
+                scale = norm_ref[pl.ds(start, tile.depth)].astype(jnp.float32) + case.offset
+                squares, x = squares + wide * wide, (wide * scale[None, :]).astype(case.dtype)
+            more = triton.dot(x, weights, trans_b=True, precision=precision).astype(jnp.float32)
+            after.append((sums + more, squares))
+        return after
 
-    zero = [jnp.zeros((CHUNK, tile.rows), jnp.float32)] * case.chunks
+    zero = jnp.zeros((CHUNK, tile.rows), jnp.float32)
+    none = jnp.zeros((CHUNK, tile.depth if case.normed else 1), jnp.float32)
     column = row + jax.lax.broadcasted_iota(jnp.int32, (CHUNK, tile.rows), 1)
-    for chunk, total in enumerate(jax.lax.fori_loop(0, case.width // tile.depth, step, zero)):
+    done = jax.lax.fori_loop(0, case.width // tile.depth, step, [(zero, none)] * case.chunks)
+    for chunk, (total, squares) in enumerate(done):
+        if case.normed:
+            total *= jax.lax.rsqrt(jnp.sum(squares, axis=1) / case.width + case.eps)[:, None]
         logits = total * case.scale if case.scale != 1 else total
         logits = logits if case.softcap is None else case.softcap * jnp.tanh(logits / case.softcap)
         logits = logits if case.size == case.vocab else jnp.where(column < case.size, logits, -jnp.inf)

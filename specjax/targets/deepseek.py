@@ -111,8 +111,8 @@ def forward(
     route = functools.partial(choose_experts, cfg)
 
     def step(_, layer, x, kv):
-        q, *own = heads(layer, cfg, Normed(x, layer.attn_norm, cfg.eps), angles)
-        *cached, kv = kv.extend(*own, pos, valid, mode)
+        q, key, low = heads(layer, cfg, Normed(x, layer.attn_norm, cfg.eps), angles)
+        *cached, kv = kv.extend(key, low, pos, valid, mode)
         x = x + mix(layer, cfg, q, pos, cached)
         return x + feed_forward(layer.mlp, Normed(x, layer.mlp_norm, cfg.eps), route), kv
 

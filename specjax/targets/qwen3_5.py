@@ -215,8 +215,8 @@ def choose_experts(cfg: Config, rows: Float[Array, "N D"], mlp: Moe):
 
 
 def _attention(w: Attention, cfg: Config, x: Rows, pos, valid, kv: DenseKV, angles, mode: Mode):
-    q, *own = heads(w, cfg, x, angles)
-    *cached, kv = kv.extend(*own, pos, valid, mode)
+    q, k, v = heads(w, cfg, x, angles)
+    *cached, kv = kv.extend(k, v, pos, valid, mode)
     return mix(w, cfg, q, pos, cached), kv
 
 

@@ -11,6 +11,7 @@ import pytest
 from specjax.drafters.markov import Markov, Settings, _walk, walk
 from specjax.kernels import dispatch, head as head_entry, head_kernel, markov as markov_entry, markov_kernel
 from specjax.layers.head import Cap, best, logits
+from specjax.layers.norm import Normed
 
 CAPS = [Cap(), Cap(2.0, 5.0, 200)]
 
@@ -28,11 +29,14 @@ def test_best_ids_of_a_streamed_head(cap):
     want = jax.jit(lambda x, table: best(x, table, cap, lse=True))(x, table)
     with dispatch.asking("interpret"):
         got = jax.jit(lambda x, table: best(x, table, cap, lse=True))(x, table)
+        normed = Normed(x, 1 + drawn(2, 64) / 8, 1e-6)
+        close = jax.jit(lambda x, table: best(x, table, cap))(normed, table)[0]
     fine = np.isfinite(want[0])
     np.testing.assert_array_equal(fine, np.isfinite(got[0]))
     assert (~fine).sum() == 1
     np.testing.assert_array_equal(np.asarray(got[1])[fine], np.asarray(want[1])[fine])
     np.testing.assert_array_equal(want[1], jnp.argmax(logits(x, table, cap), -1))
+    np.testing.assert_allclose(close[fine], logits(normed.array(), table, cap).max(-1)[fine], rtol=1e-5)
     for i in (0, 2):
         np.testing.assert_allclose(np.asarray(got[i])[fine], np.asarray(want[i])[fine], rtol=1e-5)
 
