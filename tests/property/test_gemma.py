@@ -82,7 +82,7 @@ def test_speculative_is_plain_over_ring_wraps(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 7, 9])
+@pytest.mark.parametrize("k", [1, 2, 5, 7])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_draft_width(name, k):
     """KVR.1: rings of every size that goes with a draft width, shorter and longer than the window; loops take turns."""
