@@ -65,7 +65,7 @@ def real() -> list[Case]:
     drafted, verified = View(128**-0.5, False), View(128**-0.5, True)
     ragged = (4000, 900, 2500, 0)
     wide = {"heads": 32, "groups": 8, "slots": 4096, "lengths": ragged}
-    model = {"width": 4096, "layers": 5, "groups": 8, "slots": 2048}
+    model = {"width": 4096, "layers": 5, "groups": 8, "slots": 512}
     found = [
         attention("drafted block of 16, head size 128", drafted, rows=16, **wide),
         attention("verified block of 8, head size 128", verified, rows=8, own=False, **wide),
@@ -244,7 +244,7 @@ def injection(
         lambda arrays: _injection_judge(arrays, heads),
         chain,
         lambda arrays: 2 * 2 * layers * groups * size * width,
-        calls=16,  # the first one has to copy the caches
+        calls=8,  # the first one has to copy the caches
     )
 
 
