@@ -53,7 +53,7 @@ def some_prompt(rng):
 
 @pytest.mark.long
 @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_calls(drafter, seed):
     """GRD.1, BAT.1, STP.5, LGP.1, LGP.2, I7."""
     prompts, options = drawn(random.Random(seed))
