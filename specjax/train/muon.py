@@ -22,7 +22,7 @@ class _Place(NamedTuple):
     """Where a leaf lies in a stacked tree: a group of matrices and its place in it, or a name alone."""
 
     name: str
-    index: int | None
+    number: int | None
     order: tuple[int, ...]  # axes of the leaf in the order of the matrix
     shape: tuple[int, ...]  # of the leaf with these axes
 
@@ -91,7 +91,7 @@ def _places(weights: Any, axes: Axes) -> list[_Place]:
 def _pack(tree: Any, places: list[_Place]) -> dict[str, Array]:
     packed: dict[str, Any] = {}
     for place, leaf in zip(places, jax.tree.leaves(tree), strict=True):
-        if place.index is None:
+        if place.number is None:
             packed[place.name] = leaf
         else:
             rows, columns = place.name.split()[1].split("x")
@@ -103,9 +103,9 @@ def _pack(tree: Any, places: list[_Place]) -> dict[str, Array]:
 
 def _unpack(packed: dict[str, Array], places: list[_Place], like: Any) -> Any:
     def leaf(place: _Place) -> Array:
-        if place.index is None:
+        if place.number is None:
             return packed[place.name]
         back = sorted(range(len(place.order)), key=place.order.__getitem__)
-        return packed[place.name][place.index].reshape(place.shape).transpose(back)
+        return packed[place.name][place.number].reshape(place.shape).transpose(back)
 
     return jax.tree.unflatten(jax.tree.structure(like), [leaf(place) for place in places])
