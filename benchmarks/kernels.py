@@ -28,6 +28,7 @@ from specjax.kernels import (
     block_attention as attention,
     block_attention_kernel,
     configs,
+    dispatch,
     kv_injection as injection,
     kv_injection_kernel,
 )
@@ -141,7 +142,8 @@ def contest(calls, clock, args) -> dict:
                 continue
             if isinstance(times[name], list):
                 times[name].append(round(timing.median, 2))
-                kernels[name] = [(n[:40], round(t, 1)) for n, t in timing.kernels if t > 1][:8]
+                longest = sorted(timing.kernels, key=lambda kernel: -kernel[1])[:8]
+                kernels[name] = [(n[:40], round(t, 1)) for n, t in longest if t > 1]
                 method[name] = timing.method
     middle = {n: statistics.median(t) for n, t in times.items() if isinstance(t, list) and t}
     others = [t for n, t in middle.items() if n in ("xla", "cudnn")]
@@ -161,6 +163,12 @@ def key(seed: int):
 def uniform(count: int, seed: int):
     """Normally distributed bfloat16."""
     return _make(count)(key(seed))
+
+
+def reference_injection(*arrays):
+    """By XLA alone: the products within are the compiler's, too."""
+    with dispatch.asking("xla"):
+        return plain_injection(*arrays, heads=ROPE)
 
 
 def injection_arrays(batch, block, small):
@@ -196,7 +204,7 @@ def injection_rows(clock, args, save):
             tiles=next(configs.injection(chip)),
             interpret=chip == "default",
         )
-        for name, run in (("pallas", launch), ("xla", functools.partial(plain_injection, heads=ROPE))):
+        for name, run in (("pallas", launch), ("xla", reference_injection)):
             jobs[size, name] = jax.jit(run, donate_argnums=2), arrays
     programs = compile_all(jobs)
     for size in wanted:
@@ -245,7 +253,7 @@ def check(args) -> dict:
     for size in INJECTION[:3]:
         arrays = injection_arrays(*size, weights)
         got = jax.jit(functools.partial(inject, heads=ROPE, implementation=want))(*arrays)
-        exact = jax.jit(functools.partial(plain_injection, heads=ROPE))(*wide(arrays))
+        exact = jax.jit(reference_injection)(*wide(arrays))
         errors[f"injection T{size[0] * size[1]}"] = max(
             distance(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True)
         )
