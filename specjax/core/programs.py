@@ -149,14 +149,14 @@ class Engine:
     def _get(self, name: str, fn, donate: tuple[int, ...], *args, options: dict[str, str] | None = None):
         compiled = self._compiled.get(name)
         if compiled is None:
-            options = compiler_options() if options is None else options
             compiled = self._compiled[name] = self._compile(name, fn, donate, args, options)
         return compiled
 
-    def _compile(self, name: str, fn, donate, args, options: dict[str, str]):
+    def _compile(self, name: str, fn, donate, args, options: dict[str, str] | None):
         p, began = self.program, time.perf_counter()
         with self._announce(f"compiling {name} (rows {p.rows}, tokens {p.tokens}, k {p.k})"):
             jitted = jax.jit(fn, donate_argnums=donate)
+            options = compiler_options() if options is None else options
             compiled = jitted.lower(*args).compile(compiler_options=options or None)
         self._seconds += time.perf_counter() - began
         _Count.total += 1
