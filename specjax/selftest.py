@@ -35,8 +35,8 @@ UNSEEN = (
 )
 #: What to expect, by whether shapes are reduced.
 LASTS = {
-    False: "This should take about a minute and a half on a server, mostly compiling; a line per kernel and drafter.",
-    True: "This should take one to three minutes, mostly compiling; a line per kernel and drafter.",
+    False: "This takes some minutes, mostly compiling; a line per kernel and drafter.",
+    True: "This takes one to three minutes, mostly compiling; a line per kernel and drafter.",
 }
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]]
 NEW = 16

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from specjax.drafters import assistant_model as model
 from specjax.drafters.assistant_config import Config, checked, config, tiny
 from specjax.drafters.assistant_model import Weights, abstract
-from specjax.drafters.pick import pick, sampling
+from specjax.drafters.pick import greedy, pick, sampling
 from specjax.layers.loop import scan_short
 from specjax.types import AbsorbIn, Ctx, Proposal, Shared, TapSpec
 
@@ -71,7 +71,7 @@ def draft(
     def one(carry, step):
         token, state = carry
         normed = model.run(p, cfg, shared, seen, token, state)
-        if keys is None or ctx.temperature is None:
+        if greedy(keys, ctx.temperature):
             token, q = model.best(p, cfg, normed), None
         else:
             token, q = pick(model.logits(p, cfg, normed), keys, step, ctx.temperature)

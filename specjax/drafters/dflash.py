@@ -143,7 +143,7 @@ def draft(
     hidden = drafting_rows(p, shared, cfg, k, dstate, ctx)
     keys = keys if pick.sampling(cfg.drafting, keys) else None
     ids = target_ids(p)
-    if p.selector is None and (keys is None or ctx.temperature is None):
+    if p.selector is None and pick.greedy(keys, ctx.temperature):
         tokens = heads.best(hidden, table(p, shared), cap(cfg))[1]
         return proposal(tokens if ids is None else ids[tokens], None, ids, ctx), dstate
     logits = unembed(p, shared, cfg, hidden)

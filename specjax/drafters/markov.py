@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specjax.drafters.pick import pick
+from specjax.drafters.pick import greedy, pick
 from specjax.kernels import dispatch
 from specjax.layers.linear import linear
 from specjax.types import ArraySpec
@@ -112,7 +112,7 @@ def walk(
     Returns target ids, the distributions they were drawn from (None when greedy), and the vectors of the
     tokens before them. ``ids``: target id of every draft id, None when they are the same.
     """
-    if cfg.kind == "vanilla" and (keys is None or temperature is None) and p.before.dtype == hidden.dtype:
+    if cfg.kind == "vanilla" and greedy(keys, temperature) and p.before.dtype == hidden.dtype:
         return best_walk(p, logits, anchor, ids)
     return _walk(p, cfg, hidden, logits, anchor, ids, keys, temperature)
 

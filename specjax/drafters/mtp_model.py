@@ -111,7 +111,6 @@ def run(
     The other rows matter to nothing but the cache: their queries and feed-forward are left out.
     """
     written = []
-
     family, model, few = _family(cfg), cfg.model, at.pos.shape[1] > 1
 
     def attention(_, layer, u, x):

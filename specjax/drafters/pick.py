@@ -27,6 +27,11 @@ def sampling(drafting: Drafting, keys: Array | None) -> bool:
     return drafting == "probabilistic" and keys is not None
 
 
+def greedy(keys: Array | None, temperature: Float[Array, " B"] | None) -> bool:
+    """Whether every draft of this program is the argmax: then the other logits need not be kept."""
+    return keys is None or temperature is None
+
+
 def pick(
     logits: Float[Array, "B V"],
     keys: Array | None,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.drafters.pick import pick
+from specjax.drafters.pick import greedy, pick
 from specjax.layers.loop import scan_short
 from specjax.layers.norm import Rows, chosen
 from specjax.types import AbsorbIn, Ctx, Mode, Proposal
@@ -77,7 +77,7 @@ def draft(
     """
 
     def choose(state, step):
-        if best is not None and (keys is None or ctx.temperature is None):
+        if best is not None and greedy(keys, ctx.temperature):
             token, q = best(state), None
         else:
             token, q = pick(logits(state), keys, step, ctx.temperature)

@@ -1,8 +1,7 @@
 """Muon for trees of many matrices: those of one shape are made orthogonal together.
 
 A drafter has dozens of small matrices, and the iteration that makes each update orthogonal is some twenty-five
-operations: one by one they are a fifth of a step of a block drafter on a GPU. Stacked, they are a few dozen batched
-products.
+operations, which one by one keep a GPU waiting. Stacked, they are a few dozen batched products.
 """
 
 import math
